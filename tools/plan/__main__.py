@@ -6,6 +6,7 @@
     python tools/plan.py figure3 --hardware p100     # memory of each tensor-parallel mode
     python tools/plan.py --measure here.toml         # describe this machine; under torchrun, its
                                                      # all-reduces too
+    python tools/plan.py score --rows MEASURED.csv --hardware dgx-a100    # how right it is
     python tools/plan.py schedule --kind 1f1b --pipeline 4 --micro-batches 8 --picture FILE.png
     python tools/plan.py --mtbf 3.1 --gpus 16384 --run CHECKPOINTS --detection-seconds 60
                                                      # how often to save, and the useful time
@@ -38,7 +39,7 @@ from megatron.libraries import load
 from megatron.parallel.schedules import check, schedule
 from tools.layouts.job import program_of
 from tools.plan import gantt, interruptions, search
-from tools.plan.hardware import known_hardware, load_hardware
+from tools.plan.hardware import PROGRAMS, known_hardware, load_hardware
 
 DEFAULT_HARDWARE = "dgx2h"
 MOST_ROWS = 12  # most layouts that --search prints
@@ -50,8 +51,8 @@ class FilesConfig:
     """JSON file for all results."""
 
     picture: Path | None = None
-    """PNG file: parts of a plan's time and memory; of lost time with --mtbf; for figure5 and
-    figure3 one like the paper's."""
+    """PNG file: parts of a plan's time and memory; of lost time with --mtbf; predicted beside
+    measured times with score; for figure5 and figure3 one like the paper's."""
 
     def __post_init__(self) -> None:
         writable(self, "json")
@@ -115,6 +116,25 @@ class ModesConfig(FilesConfig):
         if self.most_gpus < 4:
             works = ("--most-gpus", "4")
             raise UsageError("--most-gpus", self.most_gpus, "at least 4", works=works)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreConfig(FilesConfig):
+    rows: Path
+    """CSV file of measured iterations of GPT-2, with the columns gpus, global_batch, micro_batch,
+    hidden, heads, layers, sequence, tensor, data, pipeline, iteration_ms and, if wanted,
+    recompute."""
+
+    hardware: str
+    """Name of a file in scripts/hardware/, or a similar file."""
+
+    anchors: Path | None = None
+    """CSV file of more such rows: rows with their hidden size, tensor-parallel size and micro-batch
+    take as long for each layer as they do."""
+
+    software: str | None = None
+    """Program that was measured: "this project", "megatron 2022", ..; by default the one that the
+    hardware's file has figures of, or this project."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +216,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
             study(parse(StudyConfig, arguments[1:], environ))
         elif "figure3" in arguments[:1]:
             compare_modes(parse(ModesConfig, arguments[1:], environ))
+        elif "score" in arguments[:1]:
+            show_score(parse(ScoreConfig, arguments[1:], environ))
         elif "schedule" in arguments[:1]:
             show_schedule(parse(ScheduleConfig, arguments[1:], environ))
         elif "--mtbf" in given:
@@ -285,6 +307,25 @@ def compare_modes(settings: ModesConfig) -> None:
     _write(settings.json, found)
     if settings.picture is not None:
         figure3.draw(settings.picture, found)
+
+
+def show_score(settings: ScoreConfig) -> None:
+    known = load_hardware(settings.hardware).software  # before torch's import, which is slow
+    software = settings.software or next(iter(known), PROGRAMS[0])
+    if software not in PROGRAMS:
+        raise UsageError("--software", software, f"one of {', '.join(PROGRAMS)}")
+
+    from tools.plan import score
+    from tools.plan.software import find_hardware
+
+    hardware = find_hardware(settings.hardware, software)
+    rows = score.read_rows(settings.rows, "--rows")
+    anchors = score.read_rows(settings.anchors, "--anchors") if settings.anchors else []
+    found = score.score(rows, hardware, software, anchors)
+    print(score.text(found))
+    _write(settings.json, found)
+    if settings.picture is not None:
+        score.draw(settings.picture, found)
 
 
 def show_schedule(settings: ScheduleConfig) -> None:

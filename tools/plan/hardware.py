@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from bisect import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.errors import UsageError
 
 FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "hardware"
-PROGRAMS = ("this project", "megatron 2019", "megatron 2020")  # see software.py
+PROGRAMS = ("this project", "megatron 2019", "megatron 2020", "megatron 2022")  # see software.py
 POSITIVE = ("memory", "memory_bandwidth", "link_bandwidth", "network_bandwidth")
 
 
@@ -57,7 +58,20 @@ class Hardware:
     link_latency: float  # of a hop inside a server
     network_latency: float  # of a hop between servers
     attained_share: float = 1.0  # of peak and memory bandwidth; from the anchor if there is one
+    memory_share: float | None = None  # of memory bandwidth, where it differs from attained_share
+    unaligned_share: float | None = None  # of peak, by matmuls that tensor cores do not like
+    message_share: float | None = None  # of the network by messages; None: network_share
+    lone_ring_share: float | None = None  # by a ring that has a server's adapters for itself
+    layer_floor: float = 0.0  # seconds in which the host starts the kernels of a layer, both ways
+    unfused_floor: float = 0.0  # more of it where the fused softmax does not take the shape
+    layer_overhead: float = 0.0  # seconds of a layer and micro-batch beside its kernels
+    tensor_overhead: float = 0.0  # more of it for each doubling of the tensor-parallel size
+    head_overhead: float = 0.0  # seconds of a micro-batch beside the kernels of head and loss
+    all_reduce: Mapping[int, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    """Measured (bytes, seconds) by number of ranks in a server; they replace the ring there."""
     anchor: Anchor | None
+    software: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By program: figures that replace those above, fitted to its runs."""
     sources: Mapping[str, str]
 
     def peak(self, precision: str) -> float:
@@ -76,6 +90,12 @@ class Hardware:
     def limit(self) -> float:
         """Bytes available to tensors."""
         return self.memory - self.reserved_memory
+
+    @property
+    def moved_per_second(self) -> float:
+        """Bytes that kernels other than matmuls read and write in a second."""
+        share = self.attained_share if self.memory_share is None else self.memory_share
+        return self.memory_bandwidth * share
 
     @property
     def default_precision(self) -> str:
@@ -98,11 +118,13 @@ class Ring:
 
         seconds = passes (r - 1) / r x bytes / bandwidth + latency: a start, passes (r - 1) hops
 
-    A broadcast or a reduce passes all of its bytes from one rank to the next.
+    A broadcast or a reduce passes all of its bytes from one rank to the next. span: of the ranks
+    from its first to its last one and their neighbours; None: ranks x stride.
     """
 
     ranks: int
     stride: int
+    span: int | None = None
 
     def seconds(
         self, size: float, hardware: Hardware, passes: int = 2, *, is_rooted: bool = False
@@ -110,6 +132,9 @@ class Ring:
         """Seconds of a collective of `size` bytes while the other rings of the job do the same."""
         if self.ranks == 1:
             return 0.0
+        table = hardware.all_reduce.get(self.ranks, ())
+        if table and self.inside(hardware) == self.ranks and not is_rooted:
+            return passes / 2 * interpolated(table, size)
         sent = size if is_rooted else passes * (self.ranks - 1) / self.ranks * size
         return sent / self.bandwidth(hardware) + self.latency(hardware, passes)
 
@@ -118,6 +143,8 @@ class Ring:
         pair = Ring(2, self.stride)
         is_inside = pair.inside(hardware) == 2
         hop = hardware.link_latency if is_inside else hardware.network_latency
+        if not is_inside and hardware.message_share is not None:
+            hardware = replace(hardware, network_share=hardware.message_share)
         return size / pair.bandwidth(hardware) + hardware.base_latency + hop
 
     def shift(self, size: float, hardware: Hardware) -> float:
@@ -128,6 +155,8 @@ class Ring:
 
     def inside(self, hardware: Hardware) -> int:
         """Number of the ring's ranks in one server."""
+        if self.span is not None and self.span <= hardware.devices_per_server:
+            return self.ranks
         return max(1, min(self.ranks, hardware.devices_per_server // self.stride))
 
     def bandwidth(self, hardware: Hardware) -> float:
@@ -137,7 +166,10 @@ class Ring:
         if inside == self.ranks:
             return link
         rings = hardware.devices_per_server // inside  # that share the server's adapters
-        network = hardware.network_bandwidth * hardware.network_share / rings
+        share = hardware.network_share
+        if rings == 1 and hardware.lone_ring_share is not None:
+            share = hardware.lone_ring_share
+        network = hardware.network_bandwidth * share / rings
         return network if inside == 1 else min(link, network)
 
     def latency(self, hardware: Hardware, passes: int = 2) -> float:
@@ -149,7 +181,20 @@ class Ring:
     def slowed(self, sent: float, hardware: Hardware) -> float:
         """Seconds of memory bandwidth that hidden collectives, sending `sent` bytes, take away."""
         moved = RING_PASSES * sent * self.ranks / (2 * (self.ranks - 1))
-        return moved / (hardware.memory_bandwidth * hardware.attained_share)
+        return moved / hardware.moved_per_second
+
+
+def interpolated(table: Sequence[tuple[float, float]], size: float) -> float:
+    """Seconds of `size` bytes between measured sizes. Below the smallest, half of its time does not
+    depend on the size; above the largest, the time grows as the size does."""
+    smallest, largest = table[0], table[-1]
+    if size < smallest[0]:
+        return smallest[1] * (1 + size / smallest[0]) / 2
+    if size >= largest[0]:
+        return largest[1] * size / largest[0]
+    place = bisect([each for each, _ in table], size)
+    (low, start), (high, end) = table[place - 1 : place + 1]
+    return start + (end - start) * (size - low) / (high - low)
 
 
 def known_hardware() -> list[str]:
@@ -175,16 +220,24 @@ def load_hardware(name: str) -> Hardware:
 def read_hardware(text: dict[str, Any]) -> Hardware:
     """text: {figure: {"value", "source"}}, with peaks by precision below "peak"."""
     peaks = {f"peak.{name}": each for name, each in text["peak"].items()}
-    known = {each.name for each in fields(Hardware)} - {"name", "is_cpu", "anchor"}
+    known = {each.name for each in fields(Hardware)} - {"name", "is_cpu", "anchor", "software"}
     figures = {name: each for name, each in text.items() if name in known}
     for name in ("peak.fp32", *peaks, *POSITIVE):
         if not (value := (figures | peaks)[name]["value"]) > 0:
             raise ValueError(f"{name} is {value}, and has to be above 0")
+    if "all_reduce" in figures:
+        value = figures["all_reduce"]["value"]
+        tables = {int(ranks): [(*each,) for each in table] for ranks, table in value.items()}
+        figures["all_reduce"] = figures["all_reduce"] | {"value": tables}
+    for program, values in (software := text.get("software", {})).items():
+        if program not in PROGRAMS or set(values) - known - {"source"}:
+            raise ValueError(f"software {program!r}, {', '.join(values)}: one is not known")
     return Hardware(
         name=text["name"],
         is_cpu=text.get("is_cpu", False),
         peaks={name: each["value"] for name, each in text["peak"].items()},
         anchor=Anchor(**text["anchor"]) if "anchor" in text else None,
+        software=software,
         sources={name: each["source"] for name, each in (figures | peaks).items()},
         **{name: each["value"] for name, each in figures.items()},
     )

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from itertools import accumulate, pairwise
 from pkgutil import resolve_name
 from typing import Any
@@ -149,26 +149,8 @@ def trace(traced: MicroBatch) -> Trace:
 
 def trace_of_depth(asked: MicroBatch) -> Trace:
     """As `trace`, for stages of any depth."""
-    config, pipeline, rank = asked.config, asked.pipeline, asked.rank
-    depths = [len(each) for each in pipeline.layers[rank :: pipeline.ranks]]
-    depths = depths or [config.model.num_layers]
-    ranks = min(pipeline.ranks, 3)  # a first one, a last one, and one between them
-    place = 0 if rank == 0 else ranks - 1 if rank == pipeline.ranks - 1 else 1
-
-    def of_one(first: int) -> Trace:
-        """Trace with `first` layers in the rank's first stage, and one in every other stage."""
-        sizes = [1] * (ranks * pipeline.virtual)
-        sizes[place] = first
-        model = config.model.of_depth(sum(sizes))
-        plan = WHOLE_MODEL
-        if pipeline.stages > 1:
-            layers = tuple(range(*each) for each in pairwise(accumulate(sizes, initial=0)))
-            kind = "zb-h1" if len(asked.backward) > 1 else "1f1b"
-            plan = PipelinePlan(ranks, pipeline.virtual, kind, layers)
-        found = replace(config, model=model)
-        return trace(replace(asked, config=found, pipeline=plan, rank=place))
-
-    one, two = of_one(1), of_one(min(2, max(depths)))
+    depths = _depths(asked)
+    one, two = _of_first(asked, 1), _of_first(asked, min(2, max(depths)))
     more = sum(depths) - len(depths)
     work = {
         phase: first.plus(two.work[phase].plus(first, -1), more)
@@ -183,6 +165,37 @@ def trace_of_depth(asked: MicroBatch) -> Trace:
     kept = of_depths(one.kept_by_stage, two.kept_by_stage)
     owed = of_depths(one.owed_by_stage, two.owed_by_stage)
     return replace(two, work=work, kept_by_stage=kept, owed_by_stage=owed)
+
+
+def layer_of(asked: MicroBatch) -> Work:
+    """Work of one layer, forward and backward."""
+    one, two = (_of_first(asked, first).work.values() for first in (1, 2))
+    less = reduce(Work.plus, one)
+    return reduce(Work.plus, two).plus(less, -1)
+
+
+def _depths(asked: MicroBatch) -> list[int]:
+    """Layers of each virtual stage of the rank."""
+    pipeline = asked.pipeline
+    depths = [len(each) for each in pipeline.layers[asked.rank :: pipeline.ranks]]
+    return depths or [asked.config.model.num_layers]
+
+
+def _of_first(asked: MicroBatch, first: int) -> Trace:
+    """Trace with `first` layers in the rank's first stage, and one in every other stage."""
+    config, pipeline, rank = asked.config, asked.pipeline, asked.rank
+    ranks = min(pipeline.ranks, 3)  # a first one, a last one, and one between them
+    place = 0 if rank == 0 else ranks - 1 if rank == pipeline.ranks - 1 else 1
+    sizes = [1] * (ranks * pipeline.virtual)
+    sizes[place] = first
+    model = config.model.of_depth(sum(sizes))
+    plan = WHOLE_MODEL
+    if pipeline.stages > 1:
+        layers = tuple(range(*each) for each in pairwise(accumulate(sizes, initial=0)))
+        kind = "zb-h1" if len(asked.backward) > 1 else "1f1b"
+        plan = PipelinePlan(ranks, pipeline.virtual, kind, layers)
+    found = replace(config, model=model)
+    return trace(replace(asked, config=found, pipeline=plan, rank=place))
 
 
 def rank_on_meta(

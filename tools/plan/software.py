@@ -4,16 +4,18 @@ peak and memory bandwidth that a program's kernels attain, from one run on one d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from typing import NamedTuple
 
 from megatron.config.model import GPT2Config
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.config.training import GPT2DataConfig, TrainingConfig
+from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.train.inputs import vocabulary_of
 from tools.layouts.work import Call, Matmul, Work
-from tools.plan.hardware import Anchor, Hardware, load_hardware
+from tools.plan.hardware import Anchor, Hardware, Ring, load_hardware
 from tools.plan.timing import predict
 from tools.plan.trace import WIDE, Step
 
@@ -21,19 +23,29 @@ Passes = tuple[float, float, float, int, int]
 """Reads and writes of tensors by one layer in one direction: of [n, h], whole on every rank; of
 [n, h/t]; of attention's scores [b, a/t, s, s]; and dropouts of [n, h] and of the scores. A dropout
 reads, writes, and keeps or reads a mask of one byte a number."""
-OUTSIDE_PASSES = 28  # over [n, h] in embedding and final norm, both directions
-LOGIT_BYTES = 60  # moved for each logit of a rank, matmuls aside
 WIDE_PASSES, NARROW_PASSES = 17, 13  # over this rank's parameters in fp32, and in their own width
 
 
 @dataclass(frozen=True)
 class Software:
     """A program that writes attention's scores to memory and computes the loss of all logits at
-    once. bucket_bytes: of gradients, reduced during the backward; None: in one call after it."""
+    once.
+
+    bucket_bytes: of gradients, reduced during the backward; None: in one call after it.
+    outside_passes: over [n, h] in embedding and final norm, both directions. logit_bytes: moved for
+    each logit of a rank, matmuls aside. accumulated, updated: bytes moved for each parameter of a
+    rank, by a micro-batch and by the optimizer; None: 17 passes in fp32, 13 in their own width.
+    fuses_four: whether the fused softmax takes only multiples of four heads x samples of a rank.
+    """
 
     forward: Passes
     backward: Passes
     bucket_bytes: int | None = None
+    outside_passes: int = 28
+    logit_bytes: int = 60
+    accumulated: int = 0
+    updated: int | None = None
+    fuses_four: bool = False
 
 
 # The authors' code of 2019 (mpu/transformer.py, fp16/fp16.py, model/distributed.py and
@@ -53,8 +65,35 @@ MEGATRON_2019 = Software(forward=(14, 30, 8, 2, 1), backward=(18, 27, 7, 2, 1))
 # a mask each), and scale, mask and softmax (2, backward 3) are fused; q, k, v are not copied.
 MEGATRON_2020 = Software(forward=(11, 16, 2, 0, 1), backward=(18, 27, 3, 2, 1))
 
-SOFTWARE = {"megatron 2019": MEGATRON_2019, "megatron 2020": MEGATRON_2020}
+# The code of 2021 and 2022, with pipelines: residual adds and dropouts are one kernel in the
+# backward, too; gradients are accumulated in fp32 (read 2 bytes, write 4); logits stay in half
+# precision until the loss (36 bytes), and Adam is one kernel (30 bytes).
+MEGATRON_2022 = Software(
+    forward=(11, 16, 2, 0, 1),
+    backward=(18, 27, 3, 0, 1),
+    outside_passes=10,
+    logit_bytes=36,
+    accumulated=6,
+    updated=30,
+    fuses_four=True,
+)
+
+SOFTWARE = {
+    "megatron 2019": MEGATRON_2019,
+    "megatron 2020": MEGATRON_2020,
+    "megatron 2022": MEGATRON_2022,
+}
 TORCH_BUCKET = 25 * 2**20  # bytes of a bucket of torch's DistributedDataParallel, --DDP-impl torch
+
+
+class AuthorsModel(NamedTuple):
+    """One rank's part of a GPT-2 in the authors' program. Fields as in trace.Model."""
+
+    local: int
+    own: int
+    rings: Mapping[str, Ring]
+    replicas: str = "data"
+    of_stages: Collection[str] = ("pipeline", "embedding_group")
 
 
 @dataclass(frozen=True)
@@ -64,50 +103,142 @@ class AuthorsStep(Step):
     software: Software = MEGATRON_2019
 
     @cached_property
-    def work(self) -> Mapping[str, Work]:
-        config, model, width, program = self.config, self.config.model, self.width, self.software
-        s, t = config.seq_length, self.tensor
-        n = config.training.micro_batch_size * s
-        h, size = model.hidden_size, model.hidden_size // model.num_attention_heads
-        heads = n // s * model.num_attention_heads // t  # of all sequences, on a rank
-        multiple = model.make_vocab_size_divisible_by * t
-        logits = -(-vocabulary_of(config) // multiple) * multiple // t  # of a token on a rank
-        head = [Matmul(1, n, h, logits, width)]
+    def pipeline(self) -> PipelinePlan:
+        """Equal stages, run as 1F1B."""
+        if (ranks := self.config.parallel.pipeline_model_parallel_size) == 1:
+            return WHOLE_MODEL
+        depth = self.config.model.num_layers // ranks
+        layers = tuple(range(rank * depth, (rank + 1) * depth) for rank in range(ranks))
+        return PipelinePlan(ranks, 1, "1f1b", layers)
+
+    @property
+    def idle_share(self) -> float:
+        return (self.pipeline.ranks - 1) / self.micro_batches
+
+    @cached_property
+    def model(self) -> AuthorsModel:  # type: ignore[override]
+        model, t, d, p = self.config.model, self.tensor, self.copies, self.pipeline.ranks
+        h, ends = model.hidden_size, self.has_head * 2 * model.hidden_size  # the final norm
+        local = self.layers * (12 * h * h // t + 7 * h // t + 6 * h) + ends
+        own = self.layers * (12 * h * h + 13 * h) + ends
+        if self.rank == 0:
+            own += vocabulary_of(self.config) * h
+        if self.rank == 0 or self.has_head:
+            local += self.logits * h
+        positions = model.max_position_embeddings * h * (self.rank == 0)
+        rings = {
+            "tensor": Ring(t, 1),
+            "data": Ring(d, t),
+            "pipeline": Ring(p, t * d),
+            "embedding_group": Ring(min(p, 2), (p - 1) * t * d, p * t * d),
+        }
+        return AuthorsModel(local + positions, own + positions, rings)
+
+    @property
+    def tokens_of_rank(self) -> int:
+        """n, of a micro-batch."""
+        return self.config.training.micro_batch_size * self.config.seq_length
+
+    @property
+    def heads(self) -> int:
+        """Heads of all sequences of a micro-batch on a rank."""
+        samples = self.config.training.micro_batch_size
+        return samples * self.config.model.num_attention_heads // self.tensor
+
+    @property
+    def logits(self) -> int:
+        """Of a token on a rank."""
+        multiple = self.config.model.make_vocab_size_divisible_by * self.tensor
+        return -(-vocabulary_of(self.config) // multiple) * multiple // self.tensor
+
+    @property
+    def is_softmax_fused(self) -> bool:
+        return not self.software.fuses_four or self.heads % 4 == 0
+
+    @property
+    def message(self) -> int:
+        """Each rank of a tensor-parallel group sends a part (PTD-P, section 4.1)."""
+        return self.tokens_of_rank * self.config.model.hidden_size * self.width // self.tensor
+
+    @cached_property
+    def layer_work(self) -> Mapping[str, Work]:
+        """Work of a micro-batch in one layer, by phase."""
+        model, width, t = self.config.model, self.width, self.tensor
+        s, n, h, heads = self.config.seq_length, self.tokens_of_rank, model.hidden_size, self.heads
+        size = h // model.num_attention_heads
         weights = ((h, 3 * h // t), (h // t, h), (h, 4 * h // t), (4 * h // t, h))
-        layer = [Matmul(1, n, rows, columns, width) for rows, columns in weights]
-        layer += [Matmul(heads, s, size, s, width), Matmul(heads, s, s, size, width)]
-        of_stream = Call("tensor", n * h * width, 2)  # f or g
-        of_loss = Call("tensor", n * WIDE, 2), Call("tensor", 2 * n * WIDE, 2)
+        matmuls = [Matmul(1, n, rows, columns, width) for rows, columns in weights]
+        matmuls += [Matmul(heads, s, size, s, width), Matmul(heads, s, s, size, width)]
 
         def of_layer(matmuls: Iterable[Matmul], passes: Passes) -> Work:
             whole, cut, over_scores, dropouts, score_dropouts = passes
             moved = width * ((whole + cut / t) * n * h + over_scores * heads * s**2)
             moved += (2 * width + 1) * (dropouts * n * h + score_dropouts * heads * s**2)
-            return Work(Counter(matmuls), Counter({of_stream: 2}), moved)
+            return Work(Counter(matmuls), Counter({self._of_stream: 2}), moved)
 
-        there, back = of_layer(layer, program.forward), of_layer(gradients(layer), program.backward)
-        outside = (OUTSIDE_PASSES * n * h * width + LOGIT_BYTES * n * logits) / 2
-        depth, is_recomputed = model.num_layers, model.recompute_granularity == "full"
-        ahead = Work(Counter(head), Counter([of_stream, of_stream, *of_loss]), outside)
-        phases = {
-            "forward": ahead.plus(there, depth),
-            "recomputation": Work().plus(there, depth * is_recomputed),
-            "backward": Work(Counter(gradients(head)), Counter(), outside).plus(back, depth),
+        there = of_layer(matmuls, self.software.forward)
+        back = of_layer(gradients(matmuls), self.software.backward)
+        back.moved += self.software.accumulated * (12 * h * h // t + 13 * h)
+        again = Work().plus(there, model.recompute_granularity == "full")
+        return {"forward": there, "recomputation": again, "backward": back}
+
+    @property
+    def layer(self) -> Work:  # type: ignore[override]
+        return reduce(Work.plus, self.layer_work.values())
+
+    @property
+    def _of_stream(self) -> Call:
+        """f or g."""
+        return Call("tensor", self.tokens_of_rank * self.config.model.hidden_size * self.width, 2)
+
+    @cached_property
+    def work(self) -> Mapping[str, Work]:
+        n, h, logits, width = (
+            self.tokens_of_rank, self.config.model.hidden_size, self.logits, self.width
+        )  # fmt: skip
+        ends: dict[str, Work] = {phase: Work() for phase in self.layer_work}
+        if self.rank == 0:
+            ends["forward"].calls[self._of_stream] += 1
+        if self.has_head:
+            head = Matmul(1, n, h, logits, width)
+            moved = self.software.outside_passes * n * h * width
+            moved += self.software.logit_bytes * n * logits
+            of_loss = Call("tensor", n * WIDE, 2), Call("tensor", 2 * n * WIDE, 2)
+            there = Work(Counter([head]), Counter([self._of_stream, *of_loss]), moved / 2)
+            back = Work(Counter(gradients([head])), Counter(), moved / 2)
+            back.moved += self.software.accumulated * logits * h
+            ends["forward"], ends["backward"] = ends["forward"].plus(there), back
+        return {
+            phase: Work().plus(ends[phase].plus(each, self.layers), self.micro_batches)
+            for phase, each in self.layer_work.items()
         }
-        return {phase: Work().plus(each, self.micro_batches) for phase, each in phases.items()}
 
     @property
     def reductions(self) -> list[tuple[float, Call]]:
+        found = []
+        if self.pipeline.ranks > 1 and (self.rank == 0 or self.has_head):
+            size = self.logits * self.config.model.hidden_size * self.width
+            found = [(1.0, Call("embedding_group", size, 2))]
         if (size := self.software.bucket_bytes) is None:
-            return [(1.0, Call("data", self.model.local * self.width, 2))]
+            return [*found, (1.0, Call("data", self.model.local * self.width, 2))]
         buckets = self.model_of(size // self.width * WIDE).buckets
         numbers = [sum(view.parameter.numel() for view in each.views) for _, each in buckets]
         pairs = zip(buckets, numbers, strict=True)
         return [(ready, Call("data", number * self.width, 2)) for (ready, _), number in pairs]
 
     @property
+    def layer_gathers(self) -> dict[str, list[list[Call]]]:
+        return {"forward": [], "backward": []}
+
+    @property
+    def gathers(self) -> tuple[str, list[Call]]:
+        return "update", []
+
+    @property
     def updated(self) -> int:
-        return self.model.local * (WIDE_PASSES * WIDE + NARROW_PASSES * self.width)
+        if (each := self.software.updated) is None:
+            each = WIDE_PASSES * WIDE + NARROW_PASSES * self.width
+        return self.model.local * each
 
 
 def gradients(matmuls: Iterable[Matmul]) -> Iterator[Matmul]:
@@ -117,9 +248,14 @@ def gradients(matmuls: Iterable[Matmul]) -> Iterator[Matmul]:
         yield each._replace(m=each.k, k=each.m)
 
 
-def find_hardware(name: str) -> Hardware:
-    """load_hardware, with the share of peak and memory bandwidth that kernels attain."""
-    return anchored(load_hardware(name))
+def find_hardware(name: str, software: str | None = None) -> Hardware:
+    """load_hardware, with what kernels attain: by the anchor; or with the figures that were fitted
+    to runs of this software."""
+    hardware = load_hardware(name)
+    if software is None or software not in hardware.software:
+        return anchored(hardware)
+    figures = {key: each for key, each in hardware.software[software].items() if key != "source"}
+    return replace(hardware, anchor=None, **figures)
 
 
 def anchored(hardware: Hardware) -> Hardware:

@@ -10,6 +10,8 @@
                         over its depth. Under ZeRO also gathers of weights: after the update nothing
                         hides them; in stage 3 those of a layer hide behind the previous layer,
                         except those of the first one
+    host                what a layer takes beyond its kernels: it cannot be faster than the host
+                        starts them (layer_floor), and has overheads that were fitted
     pipeline            the slowest rank's time of m micro-batches, with two messages for each
                         virtual stage; and the bubble, its wait for the first micro-batch and for
                         the last one: the schedule's idle share of the time of the other ranks
@@ -23,12 +25,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, log2
 from typing import Any
 
 from tools.layouts.work import Call, Matmul, Work
 from tools.plan.hardware import Hardware
 from tools.plan.trace import Step
+
+# Rows of a matrix begin at multiples of 16 bytes, or tensor cores are slow (NVIDIA Matrix
+# Multiplication Background User's Guide, section 3).
+ALIGNED = 16
 
 
 @dataclass(frozen=True)
@@ -45,35 +51,37 @@ class Seconds:
     pipeline_bubble: float = 0.0
     context_parallel_exposed: float = 0.0
     context_parallel_hidden: float = 0.0
+    host: float = 0.0  # in which the device waits for the host
 
     @property
     def total(self) -> float:
         parallel = self.tensor_parallel_exposed + self.data_parallel_exposed
         parallel += self.context_parallel_exposed
         pipeline = self.pipeline_parallel_exposed + self.pipeline_bubble
-        return self.matrix_products + self.other_kernels + parallel + pipeline
+        return self.matrix_products + self.other_kernels + self.host + parallel + pipeline
 
 
-def predict(step: Step, hardware: Hardware) -> Seconds:
-    """Seconds of the slowest rank along the pipeline axis."""
-    found = [_of_rank(each, hardware) for each in step.stages]
+def predict(step: Step, hardware: Hardware, layer_scale: float = 1.0) -> Seconds:
+    """Seconds of the slowest rank along the pipeline axis. layer_scale: of a layer's measured time
+    to the predicted one, from an anchor of the same shapes (score.py)."""
+    found = [_of_rank(each, hardware, layer_scale) for each in step.stages]
     seconds, busy = max(found, key=lambda each: each[1])
     if step.pipeline.ranks == 1:
         return seconds
-    each_message = step.model.rings["pipeline"].message(step.trace.message, hardware)
+    each_message = step.model.rings["pipeline"].message(step.message, hardware)
     messages = 2 * step.pipeline.virtual * step.micro_batches * each_message
     others = (sum(time for _, time in found) - busy) / (len(found) - 1)
     return replace(
         seconds,
         pipeline_parallel_exposed=seconds.pipeline_parallel_exposed + messages,
-        pipeline_bubble=step.facts.idle_share * (others + messages),
+        pipeline_bubble=step.idle_share * (others + messages),
     )
 
 
-def _of_rank(step: Step, hardware: Hardware) -> tuple[Seconds, float]:
+def _of_rank(step: Step, hardware: Hardware, layer_scale: float) -> tuple[Seconds, float]:
     """(seconds of one rank, without its waits along the pipeline axis; those of the micro-batches
     among them)."""
-    bandwidth = hardware.memory_bandwidth * hardware.attained_share
+    bandwidth = hardware.moved_per_second
     matmuls = forward = backward = busy = 0.0
     other = step.updated / bandwidth
     exposed, hidden = Counter[str](), Counter[str]()
@@ -94,6 +102,7 @@ def _of_rank(step: Step, hardware: Hardware) -> tuple[Seconds, float]:
             forward = (computing + moving + waiting) / step.micro_batches
         else:
             backward += (computing + moving + waiting) / step.micro_batches
+    host = step.micro_batches * host_seconds(step, hardware, layer_scale)
     for _, call in step.reductions:
         if call.axis != step.model.replicas:  # of parameters that stages or ranks of a model share
             name = "stages" if call.axis in step.model.of_stages else "tensor"
@@ -109,8 +118,30 @@ def _of_rank(step: Step, hardware: Hardware) -> tuple[Seconds, float]:
         data_parallel_exposed=data_exposed,
         data_parallel_hidden=data_hidden,
         pipeline_parallel_exposed=exposed["stages"],
+        host=host,
     )
-    return seconds, busy
+    return seconds, busy + host
+
+
+def host_seconds(step: Step, hardware: Hardware, layer_scale: float = 1.0) -> float:
+    """Seconds of a micro-batch that the kernels and collectives of a rank do not explain: a layer
+    takes at least as long as the host needs to start its kernels, and has an overhead of its own.
+
+    layer_scale: of the time of a layer, which thereby is the measured one.
+    """
+    head = hardware.head_overhead * step.has_head
+    overhead = hardware.layer_overhead + hardware.tensor_overhead * log2(step.tensor)
+    floor = hardware.layer_floor + hardware.unfused_floor * (not step.is_softmax_fused)
+    if layer_scale == 1 and not overhead and not floor:
+        return head
+    work, precision = step.layer, step.precision
+    kernels = work.moved / hardware.moved_per_second
+    kernels += sum(
+        n * matmul_seconds(each, hardware, precision) for each, n in work.matmuls.items()
+    )
+    calls = sum(times * call_seconds(step, call, hardware) for call, times in work.calls.items())
+    more = layer_scale * max(overhead, floor - kernels) + (layer_scale - 1) * (kernels + calls)
+    return step.layers * more + head
 
 
 def call_seconds(step: Step, call: Call, hardware: Hardware) -> float:
@@ -126,8 +157,13 @@ def matmul_seconds(matmul: Matmul, hardware: Hardware, precision: str) -> float:
     peak = hardware.peak("fp32" if matmul.width >= 4 else precision)
     if matmul.fused:  # the reads and writes of such a kernel count with the other kernels
         return matmul.flops * matmul.share / (peak * hardware.attained_share)
-    computing = matmul.flops / (peak * filled(matmul, hardware))
-    return max(computing, matmul.bytes / hardware.memory_bandwidth) / hardware.attained_share
+    share = hardware.attained_share
+    if hardware.unaligned_share is not None and any(
+        each * matmul.width % ALIGNED for each in (matmul.m, matmul.k, matmul.n)
+    ):
+        share = hardware.unaligned_share
+    computing = matmul.flops / (peak * share * filled(matmul, hardware))
+    return max(computing, matmul.bytes / hardware.moved_per_second)
 
 
 def filled(matmul: Matmul, hardware: Hardware) -> float:

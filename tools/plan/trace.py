@@ -28,7 +28,7 @@ from megatron.train.pipelining import plan_of_run
 from megatron.train.state import DTYPES
 from tools.layouts.work import Call, Matmul, Work
 from tools.plan.hardware import Hardware, Ring
-from tools.plan.micro_batch import MicroBatch, Trace, rank_on_meta, trace_of_depth
+from tools.plan.micro_batch import MicroBatch, Trace, layer_of, rank_on_meta, trace_of_depth
 
 WIDE = 4  # bytes of a gradient, master or moment, except in pure bf16
 # Passes of the optimizer over this rank's parameters. In fp32: norm 1, AdamW 8 with the scaled
@@ -84,13 +84,15 @@ class Model:
         for axis in reversed(mesh.axes):
             strides[axis.name] = stride
             stride *= axis.size
-        ends = (pipeline.ranks - 1) * strides["pipeline"]
+        each = strides["pipeline"]
+        ends, span = (pipeline.ranks - 1) * each, pipeline.ranks * each
         self.rings = dict[str, Ring]()
         every = [axis for axis in vars(mesh).values() if isinstance(axis, Axis)]
         for axis in every:  # also unions of axes that are not adjacent, over which little is sent
             stride = min((strides.get(part.name, 1) for part in axis.parts), default=1)
             self.rings[axis.name] = Ring(axis.size, stride)
-        self.rings[mesh.embedding_group.name] = Ring(mesh.embedding_group.size, ends)
+        if pipeline.ranks > 2:  # else it is the pipeline axis
+            self.rings[mesh.embedding_group.name] = Ring(mesh.embedding_group.size, ends, span)
         self.replicas = mesh.replicas.name
         self.of_stages = {axis.name for axis in every if axis.is_of_stages}
         terms = 1 + len(model.terms)
@@ -223,8 +225,41 @@ class Step:
     @cached_property
     def trace(self) -> Trace:
         """Trace of a micro-batch."""
+        return trace_of_depth(self._micro_batch)
+
+    @property
+    def _micro_batch(self) -> MicroBatch:
         settings = self.config, self.precision, self.device
-        return trace_of_depth(MicroBatch(*settings, pipeline=self.pipeline, rank=self.rank))
+        return MicroBatch(*settings, pipeline=self.pipeline, rank=self.rank)
+
+    @cached_property
+    def layer(self) -> Work:
+        """Work of a micro-batch in one layer, forward and backward."""
+        return layer_of(self._micro_batch)
+
+    @property
+    def layers(self) -> int:
+        """Layers on this rank."""
+        numbers = self.pipeline.numbers(self.rank)
+        return self.config.model.num_layers if numbers is None else len(numbers)
+
+    @property
+    def has_head(self) -> bool:
+        return self.rank == self.pipeline.ranks - 1
+
+    @property
+    def is_softmax_fused(self) -> bool:
+        return True
+
+    @property
+    def message(self) -> int:
+        """Bytes of a message between stages."""
+        return self.trace.message
+
+    @property
+    def idle_share(self) -> float:
+        """Time in which a rank waits, over the time of its micro-batches."""
+        return self.facts.idle_share
 
     @cached_property
     def facts(self) -> Facts:

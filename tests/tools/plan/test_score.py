@@ -1,0 +1,199 @@
+"""Predictions beside measured iterations: the authors' program counted, the host, anchors."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import UsageError
+from tools.plan import __main__ as plan
+from tools.plan.hardware import Ring, interpolated, load_hardware
+from tools.plan.score import Row, read_rows, score, step_of
+from tools.plan.software import find_hardware
+from tools.plan.timing import predict
+from tools.plan.trace import Step
+
+PROGRAM = "megatron 2022"
+A100 = find_hardware("dgx-a100", PROGRAM)
+ROW = Row(
+    gpus=4, global_batch=16, micro_batch=2, hidden=1024, heads=16, layers=8, sequence=1024,
+    tensor=2, data=1, pipeline=2, iteration_ms=300.0,
+)  # fmt: skip
+
+
+def seconds(row: Row, hardware: object = A100, scale: float = 1.0) -> float:
+    return predict(step_of(row, A100, PROGRAM, "fp16"), hardware, scale).total  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 4), (2, 4)])
+def test_numbers_of_parameters_are_those_of_the_model(tensor: int, pipeline: int) -> None:
+    gpus = 2 * tensor * pipeline
+    row = replace(ROW, gpus=gpus, tensor=tensor, data=2, pipeline=pipeline)
+    counted = step_of(row, A100, PROGRAM, "fp16")
+    config = counted.config
+    uniform = replace(config, parallel=replace(config.parallel, pipeline_partition="uniform"))
+    traced = Step(uniform if pipeline > 1 else config, gpus, "fp16")
+    assert counted.parameters == traced.parameters
+    for found, own in zip(counted.stages, traced.stages, strict=True):
+        assert (found.model.local, found.layers) == (own.model.local, own.layers)
+        rings = own.model.rings
+        is_tied = pipeline > 2 and found.rank in (0, pipeline - 1)
+        names = ["tensor", "data", "pipeline", *["embedding_group"] * is_tied]
+        assert {name: rings[name] for name in names} == {
+            name: found.model.rings[name] for name in names
+        }
+
+
+def test_a_layer_takes_as_long_as_the_host_needs() -> None:
+    """At hidden 1024 the kernels of a layer are faster than their starts; at 12288 they are not."""
+    later = {row: replace(A100, layer_floor=A100.layer_floor + 1e-3) for row in (ROW,)}
+    small, micro_batches, stages = seconds(ROW), 8, 2
+    times = (micro_batches + stages - 1) * ROW.layers / stages
+    assert seconds(ROW, later[ROW]) - small == pytest.approx(times * 1e-3)
+    # 1 head of 4 samples on a rank: four, which the fused softmax takes; of 2 samples it does not.
+    unfused = {b: replace(ROW, micro_batch=b, tensor=16, pipeline=1, gpus=16) for b in (2, 4)}
+    slower = replace(A100, unfused_floor=A100.unfused_floor + 1e-3)
+    assert seconds(unfused[4], slower) == seconds(unfused[4])
+    assert seconds(unfused[2], slower) - seconds(unfused[2]) == pytest.approx(8 * 8 * 1e-3)
+    large = replace(ROW, hidden=12288, heads=96)
+    assert seconds(large, later[ROW]) == seconds(large)
+    slow = replace(A100, layer_overhead=A100.layer_overhead + 1e-3)
+    assert seconds(large, slow) - seconds(large) == pytest.approx(times * 1e-3)
+
+
+def test_an_anchor_makes_its_layers_as_slow_as_they_are() -> None:
+    """Of measured rows whose layers all take 1.3 times as long, one is told."""
+    rows = [
+        replace(row, iteration_ms=1000 * seconds(row, scale=1.3))
+        for row in (
+            ROW,
+            replace(ROW, layers=16),
+            replace(ROW, global_batch=64),
+            replace(ROW, data=2, gpus=8),
+        )
+    ]
+    without, anchored = (score(rows, A100, PROGRAM, each) for each in ((), rows[:1]))
+    assert without["mean_error"] > 0.1
+    assert anchored["worst_error"] < 1e-6
+    assert [each["is_anchor"] for each in anchored["rows"]] == [True, False, False, False]
+    wider = replace(ROW, hidden=2048, iteration_ms=1000 * seconds(replace(ROW, hidden=2048)))
+    assert score([wider], A100, PROGRAM, rows[:1])["worst_error"] < 1e-12
+    with pytest.raises(UsageError) as error:
+        score(rows[:1], A100, PROGRAM, rows[:1])
+    assert error.value.flag == "--rows"
+
+
+def test_order_and_picks() -> None:
+    """Three layouts of one batch; the predicted best one is the slowest. Two are within 5 %."""
+    layouts = [(4, 1, 1), (1, 4, 1), (2, 2, 1)]
+    rows = [replace(ROW, tensor=t, data=d, pipeline=p) for t, d, p in layouts]
+    times = [seconds(row) for row in rows]
+    ranked = sorted(range(3), key=lambda number: times[number])
+    told = dict(zip(ranked, (300.0, 100.0, 101.0), strict=True))
+    found = score([replace(r, iteration_ms=told[i]) for i, r in enumerate(rows)], A100, PROGRAM)
+    assert (found["pairs"], found["order_accuracy"]) == (2, 0)
+    assert (found["picks_near_the_best"], found["picks"]) == (0, 1)
+    exact = [replace(r, iteration_ms=1000 * time) for r, time in zip(rows, times, strict=True)]
+    found = score(exact, A100, PROGRAM)
+    assert (found["order_accuracy"], found["picks_near_the_best"]) == (1, 1)
+    assert found["worst_error"] < 1e-12
+
+
+TABLE = [(100.0, 4.0), (200.0, 6.0), (400.0, 10.0)]
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(0, 2), (50, 3), (100, 4), (150, 5), (200, 6), (300, 8), (400, 10), (800, 20)],
+)
+def test_measured_collectives_between_their_sizes(size: float, expected: float) -> None:
+    assert interpolated(TABLE, size) == expected
+    measured = replace(A100, all_reduce={2: TABLE})
+    assert Ring(2, 1).seconds(size, measured) == expected
+    assert Ring(2, 1).seconds(size, measured, passes=1) == expected / 2
+    without = replace(A100, all_reduce={})
+    for ring in (Ring(4, 1), Ring(2, 8)):  # of other ranks, or between servers
+        assert ring.seconds(size, measured) == ring.seconds(size, without)
+
+
+def test_first_and_last_stage_are_in_one_server() -> None:
+    """Ranks 0 and 6 of 8: the ring of an embedding tied over 4 stages of 2 ranks."""
+    assert Ring(2, 6, span=8).inside(A100) == 2
+    assert Ring(2, 12, span=16).inside(A100) == 1
+
+
+BAD: dict[str, Callable[[dict[str, str]], dict[str, str]]] = {
+    "ranks": lambda row: row | {"gpus": "8"},
+    "layers": lambda row: row | {"layers": "7"},
+    "heads": lambda row: row | {"heads": "15"},
+    "batch": lambda row: row | {"global_batch": "15"},
+    "time": lambda row: row | {"iteration_ms": "-1"},
+    "no number": lambda row: row | {"hidden": "wide"},
+    "a fraction": lambda row: row | {"hidden": "1024.5"},
+    "recomputation": lambda row: row | {"recompute": "some"},
+    "a lost column": lambda row: {name: each for name, each in row.items() if name != "tensor"},
+}
+
+
+def write(file: Path, *rows: dict[str, str]) -> str:
+    lines = [",".join(rows[0]), *(",".join(row.values()) for row in rows)]
+    file.write_text("\n".join(lines) + "\n")
+    return str(file)
+
+
+GOOD = {name: str(value) for name, value in vars(ROW).items() if name not in ("place", "recompute")}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_rows_that_cannot_be(name: str, tmp_path: Path) -> None:
+    for bad in ("--rows", "--anchors"):
+        good, file = write(tmp_path / "good.csv", GOOD), tmp_path / "bad.csv"
+        write(file, BAD[name]({**GOOD, "recompute": ""}))
+        with pytest.raises(UsageError) as error:
+            read_rows(file, bad)
+        assert error.value.flag == bad
+        assert str(file) in str(error.value)
+        words = ["score", "--hardware", "dgx-a100", "--rows", good, bad, str(file)]
+        with pytest.raises(SystemExit):
+            plan.main(words, {})
+
+
+def test_the_program_scores_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, saved = write(tmp_path / "rows.csv", GOOD), tmp_path / "found.json"
+    words = ["score", "--rows", file, "--hardware", "dgx-a100", "--json", str(saved)]
+    picture = tmp_path / "rows.png"
+    assert plan.main([*words, "--picture", str(picture)], {}) == 0
+    found = json.loads(saved.read_text())
+    assert found["software"] == PROGRAM
+    (row,) = found["rows"]
+    assert row["predicted"] == pytest.approx(1000 * seconds(ROW))
+    assert row["measured"] == 300
+    assert found["worst_error"] == abs(row["error"])
+    assert f"{found['mean_error']:.1%}" in capsys.readouterr().out
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert plan.main([*words, "--software", "this project"], {}) == 0
+    own = json.loads(saved.read_text())["rows"][0]
+    assert own["predicted"] == pytest.approx(
+        1000 * predict(step_of(ROW, load_hardware("dgx-a100"), "this project", "bf16"),
+                       find_hardware("dgx-a100")).total
+    )  # fmt: skip
+
+
+def test_measured_iterations(test_data: Path) -> None:
+    """What docs/results/plan.md says: on one server with 8 constants, and on many with 10."""
+    one, many = (
+        read_rows(test_data / "planner" / f"a100_{kind}_node.csv", "--rows")
+        for kind in ("single", "multi")
+    )
+    found = score(one, A100, PROGRAM)
+    assert found["mean_error"] < 0.042
+    assert found["order_accuracy"] > 0.96
+    assert score(many, A100, PROGRAM)["mean_error"] < 0.075
+    first = {row.shapes: row for row in reversed(one)}
+    found = score(one, A100, PROGRAM, [*first.values()])
+    assert found["mean_error"] < 0.012
+    assert found["worst_error"] < 0.1
+    assert found["order_accuracy"] == 1
+    assert found["picks_near_the_best"] == found["picks"]
