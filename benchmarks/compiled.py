@@ -44,8 +44,8 @@ COPIES = ("aten.clone.", "aten.copy", "aten.cat.", "aten.stack.", "aten._to_copy
 COMPARED = ("forward", "backward", "matmuls", "attention", "copies", "copied", "saved", "kernels")
 RATIO, LARGEST = "this project's host time / its", "this project's largest count or size / its"
 RESULT = """A block of GPT-2 has at most {:.2f} of the operators, matmuls, copies, bytes and kernels
-that plain torch's has, one of Llama at most {:.2f} of those of transformers'. The host takes {:.2f}
-of the time of plain torch's."""
+of plain torch's; a block of Llama has at most {:.2f} of those of transformers'. The host's time is
+{:.2f} of plain torch's."""
 Compile = Callable[[Any], None]  # with this backend
 Run = Callable[[], None]  # forward and backward
 

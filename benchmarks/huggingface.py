@@ -154,7 +154,7 @@ def contenders(
 
 
 def result(found: Results) -> str:
-    return f"Time of a step, of that by plan: {found.ratios(llama.RATIO, {BY_PLAN})}."
+    return f"Time of a step over that by plan: {found.ratios(llama.RATIO, {BY_PLAN})}."
 
 
 # The second loss, too, is compared: it depends on the first update.

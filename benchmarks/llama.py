@@ -218,7 +218,7 @@ def contenders(
 
 
 def result(found: Results) -> str:
-    return f"Time of a step, of this project's: {found.ratios(RATIO, {OURS, SEQUENCE_PARALLEL})}."
+    return f"Time of a step over this project's: {found.ratios(RATIO, {OURS, SEQUENCE_PARALLEL})}."
 
 
 RATIO, MEMORY = "time / ours", "memory / ours"

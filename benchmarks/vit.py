@@ -107,7 +107,7 @@ def contenders(
 
 
 def result(found: Results) -> str:
-    return f"Time of a step, of this project's: {found.ratios(llama.RATIO, {OURS})}."
+    return f"Time of a step over this project's: {found.ratios(llama.RATIO, {OURS})}."
 
 
 COLUMNS = tuple(

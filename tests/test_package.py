@@ -8,7 +8,9 @@ import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 import zipfile
 from importlib.metadata import distributions
 from pathlib import Path
@@ -27,11 +29,11 @@ PROGRAMS = "import megatron.train.pretrain, tools.corpus.dedup, tools.generate, 
 OPTIONAL = ("apex", "datasets", "datasketch", "pyarrow", "tensorboard", "wandb")
 
 
-def run(*arguments: str, cwd: Path = ROOT, **environ: str) -> str:
+def run(*arguments: str, cwd: Path = ROOT, program: str = sys.executable, **environ: str) -> str:
     """What Python prints; it has to end well."""
     inherited = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     ended = subprocess.run(
-        [sys.executable, *arguments],
+        [program, *arguments],
         cwd=cwd,
         env={**inherited, **environ},
         capture_output=True,
@@ -73,15 +75,45 @@ def test_libraries_are_loaded_when_asked_for(
     assert set(said.split()) == loaded
 
 
-def test_a_wheel_holds_what_a_type_checker_reads(tmp_path: Path) -> None:
+ONE_STEP = """
+from importlib.util import find_spec
+from megatron import api
+
+sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+model = api.GPT2Config(**sizes, max_position_embeddings=8)
+with api.launch(api.ParallelConfig()) as mesh:
+    state = api.build_state(model, mesh, 31, seed=1, optimizer=api.OptimizerConfig(lr=1e-3))
+    data = api.RandomText(vocabulary=31, length=8, seed=1)
+    place = {"data_rank": 0, "data_size": 1}
+    for micro_batches in api.prefetch(data, range(0, 2, 2), micro_batch_size=2, **place):
+        loss = api.train_step(state, micro_batches, 1e-3).loss
+    beside = [name for name in ("tools", "tasks", "tests", "scripts") if find_spec(name)]
+print(api.__file__, state.step, 3 < loss < 4, beside, {hasattr(api, name) for name in dir(api)})
+"""
+
+
+def test_a_wheel_is_whole_and_trains_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    """It holds all files of megatron/ and nothing else; torch comes from this environment."""
+    source, empty, environment = (tmp_path / name for name in ("source", "empty", "environment"))
+    shutil.copytree(ROOT / "megatron", source / "megatron", ignore=lambda *_: ["__pycache__"])
     for name in ("LICENSE", "README.md", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "megatron", tmp_path / "megatron")
-    options = ("--no-deps", "--no-build-isolation", "--quiet")
-    run("-m", "pip", "wheel", ".", *options, cwd=tmp_path)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {"megatron/py.typed", "megatron/api.py", "megatron/api.pyi"} <= set(names)
+        shutil.copy(ROOT / name, source)
+    files = {str(each.relative_to(source)) for each in source.glob("megatron/**/*.*")}
+    run("-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--quiet", cwd=source)
+    (wheel,) = source.glob("*.whl")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert names == files > {"megatron/py.typed", "megatron/api.py", "megatron/api.pyi"}
+
+    empty.mkdir()
+    venv.create(environment, symlinks=True)
+    python = environment / "bin" / "python"
+    options = "--no-deps", "--no-index", "--no-compile", "--quiet"
+    run("-m", "pip", "--python", str(python), "install", *options, str(wheel), cwd=empty)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    outer = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+    (packages / "outer.pth").write_text("\n".join(outer))  # but no .pth file in there is read
+    said = run("-c", ONE_STEP, cwd=empty, program=str(python))
+    assert said.split(maxsplit=1) == [str(packages / "megatron/api.py"), "1 True [] {True}\n"]
 
 
 def required(file: str) -> set[str]:

@@ -182,12 +182,12 @@ UNUSUAL: Mapping[str, tuple[Changes, ...]] = {
 
 METHOD = (
     "Hybrids of linear attention (olmo_hybrid, qwen3_5) leave it whole on every rank, as their "
-    "plans say; in a model as tiny as this it is nearly all of the FLOPs. Where there are 2 "
-    "key/value heads each of 4 ranks computes one, which is why its share is above 25 %.",
-    "Plans of transformers' that are wrong, and are mended here (MENDED and _of_norms in "
-    "megatron/huggingface/plan.py): apertus (parameters of an activation between cut layers), "
-    "gemma3n (the mean and the deviation of cut gates: logits off by 0.025 without an error), "
-    "phi (norms of heads, whose gradients nobody adds up: off by twice their norm without an "
+    "plans say; in a model as small as this it is nearly all of the FLOPs. Where there are 2 "
+    "key/value heads each of 4 ranks computes one, so its share is above 25 %.",
+    "Some plans of transformers are wrong, and are corrected here (MENDED and _of_norms in "
+    "megatron/huggingface/plan.py): apertus (parameters of an activation between sharded layers), "
+    "gemma3n (the mean and the deviation of sharded gates: logits off by 0.025 without an error), "
+    "phi (norms of heads, whose gradients are not summed: off by twice their norm without an "
     "error), doge, esmc, neomme and cohere with use_qk_norm (attention that needs all heads), "
     "gemma4 (which reads a row of its embedding; that and its output layer are left whole).",
 )
@@ -317,9 +317,10 @@ def result(found: list[Row]) -> str:
     rest = f" (of the other {others}: {split})" if others else ""
     return (
         f"{len(exact)} of {len(exact) + others} dense architectures that have a plan are exact at "
-        f"t = 2 and 4{rest}:\nloss, logits and every gradient are the unmodified model's within "
-        f"{worst:.0e} of their norm, in fp64.\nRefused by the name of a style are {each}.\n"
-        f"Of {len(unusual)} unusual configurations, two of each dense one, {outcomes}."
+        f"t = 2 and 4{rest}.\nLoss, logits and every gradient equal the unmodified model's within "
+        f"{worst:.0e} of their norm, in fp64.\nTwo unusual configurations of each dense "
+        f"architecture, {len(unusual)} in all: {outcomes}.\nPlans that name layers which this "
+        f"project does not shard are refused: {each}."
     )
 
 
@@ -329,14 +330,17 @@ def report(found: Sequence[Row], without: Sequence[str], settings: Settings) -> 
     plain, unusual = ([row for row in found if bool(row.changes) is each] for each in (False, True))
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     page = Page(
-        "Unmodified models of transformers, cut by their plans",
+        "Unmodified models of transformers, sharded by their plans",
         result(list(found)),
         [
             Section("Architectures", [table(plain), *METHOD]),
             Section("Unusual configurations", [table(unusual)]),
             Section(
                 "Without a plan",
-                [f"`--plan FILE.toml` says how these are cut: {', '.join(without)}.", versions],
+                [
+                    f"These need `--plan FILE.toml`, as none has a plan: {', '.join(without)}.",
+                    versions,
+                ],
             ),
         ],
     )
