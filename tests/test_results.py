@@ -8,11 +8,13 @@ import shlex
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 from megatron.config.parse import parse, parse_call
 from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
+from megatron.models.registry import find_kind, take_kind
 from tools.corpus.settings import parse_settings
 from tools.plan import __main__ as plan
 
@@ -52,6 +54,10 @@ def parse_words(name: str, words: Sequence[str]) -> None:
     if path.endswith(".sh"):
         text = (ROOT / path).read_text()
         assert not [word for word in words if word.startswith("--") and word not in text]
+        return
+    if path == "pretrain.py":
+        kind, words = take_kind(words, {})
+        parse(resolve_name(str(find_kind(kind).program)), words, {})
         return
     module = import_module(path.removesuffix(".py").replace("/", "."))
     if hasattr(module, "__path__") and not hasattr(module, "Settings"):  # it shadows tools/NAME.py
