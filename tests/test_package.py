@@ -95,7 +95,8 @@ print(api.__file__, state.step, 3 < loss < 4, beside, {hasattr(api, name) for na
 def test_a_wheel_is_whole_and_trains_in_an_environment_of_its_own(tmp_path: Path) -> None:
     """It holds all files of megatron/ and nothing else; torch comes from this environment."""
     source, empty, environment = (tmp_path / name for name in ("source", "empty", "environment"))
-    shutil.copytree(ROOT / "megatron", source / "megatron", ignore=lambda *_: ["__pycache__"])
+    for name in ("megatron", "tools", "tasks"):
+        shutil.copytree(ROOT / name, source / name, ignore=lambda *_: ["__pycache__"])
     for name in ("LICENSE", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, source)
     files = {str(each.relative_to(source)) for each in source.glob("megatron/**/*.*")}
