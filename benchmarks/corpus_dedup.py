@@ -122,7 +122,7 @@ QUESTION = Question(
         Column("removed without reason", "wrong", "{:.0f}"),
     ),
     lambda found: (
-        f"{found.median(WHOLE, OURS, SPEED):.0f} MB per CPU second, "
+        f"De-duplication runs at {found.median(WHOLE, OURS, SPEED):.0f} MB per CPU second, "
         f"{found.median(WHOLE, DATASKETCH, RATIO):.0f} times as fast as datasketch; signatures of "
         f"character 5-grams are {found.median(SIGNATURES, DATASKETCH, RATIO):.0f} times as fast."
     ),

@@ -102,7 +102,9 @@ QUESTION = Question(
         Column("this project's CPU speed / its", "cpu", "{:.2f}", "its / first"),
         Column(PEAK, "peak_bytes", "{:,.0f}", unit=1e6),
     ),
-    lambda found: f"{found.median('', OURS, RATE):.1f} million rows per CPU second.",
+    lambda found: (
+        f"Grouping runs at {found.median('', OURS, RATE):.1f} million rows per CPU second."
+    ),
     rounds=3,
     warm_up=0,
     together=False,

@@ -237,11 +237,11 @@ def result(found: Results) -> str:
     shares = [found.median(group, threads(LINES, 2), PADDING) for group in (READING, TRAINING)]
     return (
         f"A training step of the quickstart waits for data for {found.range(WAITING, '{:.2f}')} % "
-        "of its time, whatever the source (none is below 1 %).\n"
-        f"A thread reads {one:.0f} million tokens/s that are packed (Megatron-Core in its process "
-        f"{core:.0f}, through two others {two:.0f}) and {lines:.2f} million of JSON lines.\n"
+        "of its time, whatever the source (the aim is less than 1 %).\n"
+        f"A thread reads {one:.0f} million tokens/s of packed data (Megatron-Core {core:.0f} in "
+        f"its own process, {two:.0f} through two others) and {lines:.2f} million of JSON lines.\n"
         f"Padding is {shares[0]:.0f} % of padded samples at 1024 tokens and {shares[1]:.0f} % at "
-        "256, and none of packed ones."
+        "256; packed samples have none."
     )
 
 

@@ -83,7 +83,10 @@ QUESTION = Question(
         Column("seconds", "wall"),
         Column("CPU seconds", "cpu"),
     ),
-    lambda found: f"{found.range(RATIO, '{:.1f}')} times as fast as transformers, in one process.",
+    lambda found: (
+        f"This project is {found.range(RATIO, '{:.1f}')} times as fast as transformers, in one "
+        "process."
+    ),
     turns=2,
 )
 
