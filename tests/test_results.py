@@ -1,7 +1,4 @@
-"""Every command on the pages of docs/results is one that its program takes.
-
-A command of an older commit, whose program or flags are gone, says so: `# at commit 43b685c`.
-"""
+"""Every command on the pages of docs/results is one that its program takes today."""
 
 import re
 import shlex
@@ -21,7 +18,6 @@ from tools.plan import __main__ as plan
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
 COMMAND = re.compile(r"(\w+=\S+ )*(torchrun|python|bash|sbatch) ")
-OLDER = re.compile(r"# at commit [0-9a-f]{7}")
 PLANS: dict[str, type] = {
     "figure3": plan.ModesConfig,
     "figure5": plan.StudyConfig,
@@ -83,8 +79,6 @@ def parse_words(name: str, words: Sequence[str]) -> None:
 
 @pytest.mark.parametrize("line", ALL)
 def test_a_command_of_a_page_is_accepted(line: str) -> None:
-    if OLDER.search(line):
-        return
     words = shlex.split(line, comments=True)
     place = next(n for n, word in enumerate(words) if word.endswith((".py", ".sh")) or word == "-m")
     if words[place] == "-m":
