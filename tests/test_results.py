@@ -22,6 +22,7 @@ PLANS: dict[str, type] = {
     "figure3": plan.ModesConfig,
     "figure5": plan.StudyConfig,
     "schedule": plan.ScheduleConfig,
+    "score": plan.ScoreConfig,
 }
 TRAINING: dict[str, type] = {
     "pretrain_gpt2": PretrainGPT2Config,
