@@ -23,6 +23,7 @@ PLANS: dict[str, type] = {
     "figure5": plan.StudyConfig,
     "schedule": plan.ScheduleConfig,
     "score": plan.ScoreConfig,
+    "tables": plan.TablesConfig,
 }
 TRAINING: dict[str, type] = {
     "pretrain_gpt2": PretrainGPT2Config,

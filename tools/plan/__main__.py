@@ -7,6 +7,7 @@
     python tools/plan.py --measure here.toml         # describe this machine; under torchrun, its
                                                      # all-reduces too
     python tools/plan.py score --rows MEASURED.csv --hardware dgx-a100    # how right it is
+    python tools/plan.py tables --hardware dgx-a100  # published tables, each from its first row
     python tools/plan.py schedule --kind 1f1b --pipeline 4 --micro-batches 8 --picture FILE.png
     python tools/plan.py --mtbf 3.1 --gpus 16384 --run CHECKPOINTS --detection-seconds 60
                                                      # how often to save, and the useful time
@@ -119,6 +120,12 @@ class ModesConfig(FilesConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TablesConfig(FilesConfig):
+    hardware: str = "dgx-a100"
+    """Name of a file in scripts/hardware/, or a similar file; the tables are of DGX A100s."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScoreConfig(FilesConfig):
     rows: Path
     """CSV file of measured iterations of GPT-2, with the columns gpus, global_batch, micro_batch,
@@ -216,6 +223,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
             study(parse(StudyConfig, arguments[1:], environ))
         elif "figure3" in arguments[:1]:
             compare_modes(parse(ModesConfig, arguments[1:], environ))
+        elif "tables" in arguments[:1]:
+            show_tables(parse(TablesConfig, arguments[1:], environ))
         elif "score" in arguments[:1]:
             show_score(parse(ScoreConfig, arguments[1:], environ))
         elif "schedule" in arguments[:1]:
@@ -307,6 +316,18 @@ def compare_modes(settings: ModesConfig) -> None:
     _write(settings.json, found)
     if settings.picture is not None:
         figure3.draw(settings.picture, found)
+
+
+def show_tables(settings: TablesConfig) -> None:
+    hardware = load_hardware(settings.hardware)  # before torch's import, which is slow
+
+    from tools.plan import tables
+
+    found = tables.study(hardware)
+    print(tables.text(found))
+    _write(settings.json, found)
+    if settings.picture is not None:
+        tables.draw(settings.picture, found)
 
 
 def show_score(settings: ScoreConfig) -> None:

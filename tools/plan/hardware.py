@@ -13,7 +13,8 @@ from typing import Any
 from megatron.errors import UsageError
 
 FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "hardware"
-PROGRAMS = ("this project", "megatron 2019", "megatron 2020", "megatron 2022")  # see software.py
+PROGRAMS = ("this project", *(f"megatron {year}" for year in (2019, 2020, 2021, 2022)))
+# see software.py
 POSITIVE = ("memory", "memory_bandwidth", "link_bandwidth", "network_bandwidth")
 
 

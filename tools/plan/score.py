@@ -21,14 +21,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from megatron.config.model import GPT2Config
-from megatron.config.parallel import TrainingParallelConfig
-from megatron.config.pretrain import PretrainGPT2Config
-from megatron.config.training import GPT2DataConfig, TrainingConfig
 from megatron.errors import UsageError
 from megatron.libraries import Library
 from tools.plan.hardware import Hardware
-from tools.plan.software import SOFTWARE, AuthorsStep
+from tools.plan.software import gpt2, step_in
 from tools.plan.timing import predict
 from tools.plan.trace import Step
 
@@ -123,32 +119,22 @@ def _row(values: Mapping[str, str], columns: Iterable[str], place: str) -> Row:
 def step_of(row: Row, hardware: Hardware, software: str, precision: str) -> Step:
     """The step that the row measured, of this project or of a program of the authors."""
     is_in_server = row.gpus <= hardware.devices_per_server
-    recompute = row.recompute or ("none" if is_in_server else "full")
     # The rows say nothing of their vocabulary. Unpadded at t = 1 and padded beyond is what fits.
     is_padded = row.tensor > 1 or software == "this project"
-    model = GPT2Config(
-        num_layers=row.layers,
-        hidden_size=row.hidden,
-        num_attention_heads=row.heads,
-        max_position_embeddings=row.sequence,
-        vocab_size=VOCABULARY,
-        make_vocab_size_divisible_by=MULTIPLE if is_padded else 1,
-        recompute_granularity="full" if recompute == "full" else "none",
+    config = gpt2(
+        layers=row.layers,
+        hidden=row.hidden,
+        heads=row.heads,
+        sequence=row.sequence,
+        vocabulary=VOCABULARY,
+        multiple=MULTIPLE if is_padded else 1,
+        recompute=row.recompute or ("none" if is_in_server else "full"),
+        micro_batch=row.micro_batch,
+        global_batch=row.global_batch,
+        tensor=row.tensor,
+        pipeline=row.pipeline,
     )
-    config = PretrainGPT2Config(
-        model=model,
-        data=GPT2DataConfig(seq_length=row.sequence),
-        parallel=TrainingParallelConfig(
-            tensor_model_parallel_size=row.tensor, pipeline_model_parallel_size=row.pipeline
-        ),
-        training=TrainingConfig(
-            train_iters=1, micro_batch_size=row.micro_batch, global_batch_size=row.global_batch
-        ),
-    )
-    if software == "this project":
-        config.check(row.gpus)
-        return Step(config, row.gpus, precision, hardware.device)
-    return AuthorsStep(config, row.gpus, precision, software=SOFTWARE[software])
+    return step_in(software, config, row.gpus, precision, hardware.device)
 
 
 def score(

@@ -10,6 +10,7 @@ from functools import cached_property, reduce
 from typing import NamedTuple
 
 from megatron.config.model import GPT2Config
+from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.config.training import GPT2DataConfig, TrainingConfig
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
@@ -65,15 +66,16 @@ MEGATRON_2019 = Software(forward=(14, 30, 8, 2, 1), backward=(18, 27, 7, 2, 1))
 # a mask each), and scale, mask and softmax (2, backward 3) are fused; q, k, v are not copied.
 MEGATRON_2020 = Software(forward=(11, 16, 2, 0, 1), backward=(18, 27, 3, 2, 1))
 
-# The code of 2021 and 2022, with pipelines: residual adds and dropouts are one kernel in the
-# backward, too; gradients are accumulated in fp32 (read 2 bytes, write 4); logits stay in half
+# That of 2021 (PTD-P): gradients of micro-batches are added in fp32 (read 2 bytes, add to 4).
+MEGATRON_2021 = replace(MEGATRON_2020, accumulated=6)
+
+# That of 2022: residual adds and dropouts are one kernel in the backward, too; logits stay in half
 # precision until the loss (36 bytes), and Adam is one kernel (30 bytes).
-MEGATRON_2022 = Software(
-    forward=(11, 16, 2, 0, 1),
+MEGATRON_2022 = replace(
+    MEGATRON_2021,
     backward=(18, 27, 3, 0, 1),
     outside_passes=10,
     logit_bytes=36,
-    accumulated=6,
     updated=30,
     fuses_four=True,
 )
@@ -81,6 +83,7 @@ MEGATRON_2022 = Software(
 SOFTWARE = {
     "megatron 2019": MEGATRON_2019,
     "megatron 2020": MEGATRON_2020,
+    "megatron 2021": MEGATRON_2021,
     "megatron 2022": MEGATRON_2022,
 }
 TORCH_BUCKET = 25 * 2**20  # bytes of a bucket of torch's DistributedDataParallel, --DDP-impl torch
@@ -104,16 +107,19 @@ class AuthorsStep(Step):
 
     @cached_property
     def pipeline(self) -> PipelinePlan:
-        """Equal stages, run as 1F1B."""
-        if (ranks := self.config.parallel.pipeline_model_parallel_size) == 1:
+        """Equal virtual stages, run as 1F1B, interleaved where a rank has several."""
+        parallel, depth = self.config.parallel, self.config.model.num_layers
+        if (ranks := parallel.pipeline_model_parallel_size) == 1:
             return WHOLE_MODEL
-        depth = self.config.model.num_layers // ranks
-        layers = tuple(range(rank * depth, (rank + 1) * depth) for rank in range(ranks))
-        return PipelinePlan(ranks, 1, "1f1b", layers)
+        virtual = parallel.num_virtual_stages_per_pipeline_rank or 1
+        stages = ranks * virtual
+        layers = tuple(range(k * depth // stages, (k + 1) * depth // stages) for k in range(stages))
+        return PipelinePlan(ranks, virtual, "interleaved" if virtual > 1 else "1f1b", layers)
 
     @property
     def idle_share(self) -> float:
-        return (self.pipeline.ranks - 1) / self.micro_batches
+        """As schedules.check proves it, where p divides m."""
+        return (self.pipeline.ranks - 1) / (self.pipeline.virtual * self.micro_batches)
 
     @cached_property
     def model(self) -> AuthorsModel:  # type: ignore[override]
@@ -160,27 +166,52 @@ class AuthorsStep(Step):
         """Each rank of a tensor-parallel group sends a part (PTD-P, section 4.1)."""
         return self.tokens_of_rank * self.config.model.hidden_size * self.width // self.tensor
 
+    @property
+    def is_cut(self) -> int:
+        """Ranks that share what tensor parallelism alone keeps whole: with sequence parallelism."""
+        return self.tensor if self.config.parallel.sequence_parallel else 1
+
     @cached_property
     def layer_work(self) -> Mapping[str, Work]:
         """Work of a micro-batch in one layer, by phase."""
-        model, width, t = self.config.model, self.width, self.tensor
+        model, width, t, program = self.config.model, self.width, self.tensor, self.software
         s, n, h, heads = self.config.seq_length, self.tokens_of_rank, model.hidden_size, self.heads
         size = h // model.num_attention_heads
         weights = ((h, 3 * h // t), (h // t, h), (h, 4 * h // t), (4 * h // t, h))
         matmuls = [Matmul(1, n, rows, columns, width) for rows, columns in weights]
-        matmuls += [Matmul(heads, s, size, s, width), Matmul(heads, s, s, size, width)]
+        core = [Matmul(heads, s, size, s, width), Matmul(heads, s, s, size, width)]
 
-        def of_layer(matmuls: Iterable[Matmul], passes: Passes) -> Work:
-            whole, cut, over_scores, dropouts, score_dropouts = passes
-            moved = width * ((whole + cut / t) * n * h + over_scores * heads * s**2)
-            moved += (2 * width + 1) * (dropouts * n * h + score_dropouts * heads * s**2)
-            return Work(Counter(matmuls), Counter({self._of_stream: 2}), moved)
+        def of_scores(passes: Passes) -> float:
+            return (width * passes[2] + (2 * width + 1) * passes[4]) * heads * s**2
 
-        there = of_layer(matmuls, self.software.forward)
-        back = of_layer(gradients(matmuls), self.software.backward)
-        back.moved += self.software.accumulated * (12 * h * h // t + 13 * h)
-        again = Work().plus(there, model.recompute_granularity == "full")
-        return {"forward": there, "recomputation": again, "backward": back}
+        def of_layer(matmuls: Iterable[Matmul], calls: Iterable[Call], passes: Passes) -> Work:
+            whole, cut, _, dropouts, _ = passes
+            moved = width * (whole / self.is_cut + cut / t) * n * h + of_scores(passes)
+            moved += (2 * width + 1) * dropouts * n * h / self.is_cut
+            return Work(Counter(matmuls), Counter(calls), moved)
+
+        stream = self._of_stream
+        calls_there, calls_back = [stream] * 2, [stream] * 2
+        if self.is_cut > 1:
+            # All-gathers and reduce-scatters. In the backward those of the row-parallel layers are
+            # waited for; the two of a column-parallel layer run beside its matmuls.
+            part = stream._replace(passes=1)
+            calls_there, calls_back = [part] * 4, [part] * 2
+            for n_out in (matmuls[0], matmuls[2]):
+                calls_back += [part._replace(beside=(each,)) for each in gradients([n_out])]
+        there = of_layer([*matmuls, *core], calls_there, program.forward)
+        back = of_layer(gradients([*matmuls, *core]), calls_back, program.backward)
+        back.moved += program.accumulated * (12 * h * h // t + 13 * h)
+        again = {
+            "none": Work(),
+            "selective": Work(Counter(core), Counter(), of_scores(program.forward)),
+            "full": there,
+        }
+        return {
+            "forward": there,
+            "recomputation": again[model.recompute_granularity],
+            "backward": back,
+        }
 
     @property
     def layer(self) -> Work:  # type: ignore[override]
@@ -201,7 +232,7 @@ class AuthorsStep(Step):
             ends["forward"].calls[self._of_stream] += 1
         if self.has_head:
             head = Matmul(1, n, h, logits, width)
-            moved = self.software.outside_passes * n * h * width
+            moved = self.software.outside_passes * n * h * width / self.is_cut
             moved += self.software.logit_bytes * n * logits
             of_loss = Call("tensor", n * WIDE, 2), Call("tensor", 2 * n * WIDE, 2)
             there = Work(Counter([head]), Counter([self._of_stream, *of_loss]), moved / 2)
@@ -269,18 +300,64 @@ def anchored(hardware: Hardware) -> Hardware:
 
 
 def anchor_step(anchor: Anchor) -> Step:
-    model = GPT2Config(
-        num_layers=anchor.num_layers,
-        hidden_size=anchor.hidden_size,
-        num_attention_heads=anchor.heads,
-        max_position_embeddings=anchor.sequence,
-        vocab_size=anchor.vocabulary,
-        make_vocab_size_divisible_by=1,
-        recompute_granularity="full",
+    config = gpt2(
+        layers=anchor.num_layers,
+        hidden=anchor.hidden_size,
+        heads=anchor.heads,
+        sequence=anchor.sequence,
+        vocabulary=anchor.vocabulary,
+        multiple=1,
+        recompute="full",
+        micro_batch=anchor.batch,
     )
-    data = GPT2DataConfig(seq_length=anchor.sequence)
-    training = TrainingConfig(train_iters=1, micro_batch_size=anchor.batch)
-    config = PretrainGPT2Config(model=model, data=data, training=training)
-    if anchor.software == "this project":
-        return Step(config, 1, anchor.precision)
-    return AuthorsStep(config, 1, anchor.precision, software=SOFTWARE[anchor.software])
+    return step_in(anchor.software, config, 1, anchor.precision)
+
+
+def step_in(
+    software: str, config: PretrainGPT2Config, gpus: int, precision: str, device: str = "cuda"
+) -> Step:
+    """A step of this program."""
+    if software == "this project":
+        config.check(gpus)
+        return Step(config, gpus, precision, device)
+    return AuthorsStep(config, gpus, precision, software=SOFTWARE[software])
+
+
+def gpt2(
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    sequence: int,
+    vocabulary: int,
+    multiple: int,
+    micro_batch: int,
+    recompute: str,
+    global_batch: int | None = None,
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual: int = 1,
+    sequence_parallel: bool = False,
+) -> PretrainGPT2Config:
+    """Settings of a GPT-2 by the sizes that tables give. multiple: to which the vocabulary is
+    padded, times the tensor-parallel size; micro_batch, global_batch: samples."""
+    model = GPT2Config(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        max_position_embeddings=sequence,
+        vocab_size=vocabulary,
+        make_vocab_size_divisible_by=multiple,
+        recompute_granularity=recompute,  # type: ignore[arg-type]
+    )
+    parallel = TrainingParallelConfig(
+        tensor_model_parallel_size=tensor,
+        sequence_parallel=sequence_parallel,
+        pipeline_model_parallel_size=pipeline,
+        num_virtual_stages_per_pipeline_rank=virtual if virtual > 1 else None,
+    )
+    training = TrainingConfig(
+        train_iters=1, micro_batch_size=micro_batch, global_batch_size=global_batch
+    )
+    data = GPT2DataConfig(seq_length=sequence)
+    return PretrainGPT2Config(model=model, parallel=parallel, training=training, data=data)

@@ -4,11 +4,13 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from megatron.errors import UsageError
 from tools.plan import __main__ as plan
+from tools.plan import tables
 from tools.plan.hardware import Ring, interpolated, load_hardware
 from tools.plan.score import Row, read_rows, score, step_of
 from tools.plan.software import find_hardware
@@ -179,6 +181,52 @@ def test_the_program_scores_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
         1000 * predict(step_of(ROW, load_hardware("dgx-a100"), "this project", "bf16"),
                        find_hardware("dgx-a100")).total
     )  # fmt: skip
+
+
+def test_published_tables(tmp_path: Path) -> None:
+    """Each from its first row alone."""
+    saved, picture = tmp_path / "found.json", tmp_path / "found.png"
+    assert plan.main(["tables", "--json", str(saved), "--picture", str(picture)], {}) == 0
+    ptdp, korthikanti = json.loads(saved.read_text())["tables"]
+    for found, mean, worst in ((ptdp, 0.035, 0.06), (korthikanti, 0.036, 0.063)):
+        first, *others = found["rows"]
+        assert first["predicted"] == pytest.approx(first["published"])
+        assert [each["calibrated"] for each in (first, *others)] == [True] + [False] * len(others)
+        errors = [abs(each["predicted"] / each["published"] - 1) for each in others]
+        assert found["mean_error"] == pytest.approx(fmean(errors))
+        assert found["mean_error"] < mean
+        assert found["worst_error"] == max(errors) < worst
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(("t", "p", "v"), [(1, 1, 1), (4, 1, 1), (2, 2, 1), (2, 4, 2)])
+def test_flops_of_the_authors_program(t: int, p: int, v: int) -> None:
+    """Formula (3) of PTD-P for full recomputation; with selective a third of attention's core is
+    computed again in place of a third of all."""
+    layers, h, s, rows = 8, 512, tables.SEQUENCE, tables.VOCABULARY
+    sizes = tables.Sizes(0.1, layers, h, 8, t, p, t * p, 8, 2, v)
+    full, selective = (tables.step_of(sizes, PROGRAM, each) for each in ("full", "selective"))
+
+    def flops(step: Step) -> float:
+        works = (work for stage in step.stages for work in stage.work.values())
+        return t * sum(each.flops * n for work in works for each, n in work.matmuls.items())
+
+    assert flops(full) == pytest.approx(tables.published_flops(full))
+    tokens = full.tokens
+    head, core = 6 * tokens * rows * h, 4 * tokens * layers * s * h
+    assert flops(selective) == pytest.approx(72 * tokens * layers * h**2 + 4 * core + head)
+    # With sequence parallelism as many bytes in the forward, and half as many more in the backward.
+    calls = {
+        name: {phase: sum(call.passes * n for call, n in work.calls.items() if call.bytes > 2**17)
+               for phase, work in step.stages[-1].work.items()}
+        for name, step in (("all-reduces", full), ("parts", selective))
+    }  # fmt: skip
+    per_phase = 4 * layers // p * full.micro_batches
+    head_calls = 2 * full.micro_batches * (1 + (p == 1))
+    assert calls["all-reduces"]["forward"] == per_phase + head_calls
+    assert calls["all-reduces"]["backward"] == per_phase
+    assert calls["parts"]["backward"] == per_phase * (1.5 if t > 1 else 1)
+    assert calls["parts"]["recomputation"] == 0
 
 
 def test_measured_iterations(test_data: Path) -> None:
