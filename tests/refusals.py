@@ -13,7 +13,7 @@ Program = Callable[[list[str]], object]
 ALIASES = {"--model-parallel-size": "--tensor-model-parallel-size"}
 TYRO = (  # tyro's messages, up to the flag or word that is wrong
     r"(?s)(?:Unrecognized options: |Error parsing |invalid choice .*? for argument '"
-    r"|Missing value for argument '|Missing from\s.*?:\s+)([\w-]+)"
+    r"|Missing value for argument '|Missing from\s.*?(?::\s+|\.py\s+(?=--)))([\w-]+)"
 )
 ERRORS = (ValueError, OSError, RuntimeError, TypeError)
 

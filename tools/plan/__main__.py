@@ -22,9 +22,9 @@ Exit status: 0 the plan fits, 1 it does not fit in the memory of a device, 2 a w
 """
 
 import json
+import math
 import os
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,14 +35,14 @@ from megatron.config.checks import non_negative, positive, writable
 from megatron.config.launch import world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
-from megatron.errors import UsageError
+from megatron.errors import UsageError, flag
 from megatron.libraries import load
 from megatron.parallel.schedules import check, schedule
 from tools.layouts.job import program_of
 from tools.plan import gantt, interruptions, search
-from tools.plan.hardware import PROGRAMS, known_hardware, load_hardware
+from tools.plan.hardware import PROGRAMS, load_hardware
 
-DEFAULT_HARDWARE = "dgx2h"
+PAPERS = "dgx2h"  # the machine of the paper, 2018
 MOST_ROWS = 12  # most layouts that --search prints
 
 
@@ -68,12 +68,21 @@ class QuestionConfig(FilesConfig):
     """Number of devices of the job."""
 
     hardware: str | None = None
-    """Name of a file in scripts/hardware/, or a similar file; by default dgx2h, the machine of the
-    paper (2018), with a warning."""
+    """Name of a file in scripts/hardware/, or a similar file; by default that of the GPU which this
+    machine has."""
 
     kind: str | None = None
     """Kind of model, or module:NAME of your own; by default that of the preset's
     table [model], or the one in its name, or else gpt2."""
+
+    days: bool = False
+    """Print the days that --train-iters take, or --tokens."""
+
+    tokens: float | None = None
+    """Tokens to train on, such as 300e9, in place of --train-iters; with --days."""
+
+    price: float | None = None
+    """Price of a device for an hour, of any currency; with --days."""
 
     search: bool = False
     """List the layouts that fit, best first; the global batch, the context-parallel size, the
@@ -81,12 +90,16 @@ class QuestionConfig(FilesConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(self, "gpus")
+        positive(self, "gpus", "tokens")
+        non_negative(self, "price")
+        for name in ("tokens", "price"):
+            if getattr(self, name) is not None and not self.days:
+                raise UsageError(flag(name), getattr(self, name), "given with --days")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyConfig(FilesConfig):
-    hardware: str = DEFAULT_HARDWARE
+    hardware: str = PAPERS
     """Name of a file in scripts/hardware/ that has an anchor, or a similar file."""
 
 
@@ -246,28 +259,31 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 def plan(config: Any) -> bool:
     """Print the plan, and with --search the layouts that fit; returns whether the settings fit."""
     question, gpus = config.question, config.question.gpus
-    for flag, is_given in (
+    for moved, is_given in (
         ("--optimizer-cpu-offload", config.optimizer.optimizer_cpu_offload),
         ("--cpu-offload-activations", config.model.cpu_offload_activations),
     ):
         if is_given:  # the plan would count on the device what the flag moves to the host
-            raise UsageError(flag, None, "left out: a plan does not know what lives on the host")
+            raise UsageError(moved, None, "left out: a plan does not know what lives on the host")
+    if question.days and question.tokens is None and config.training.train_iters is None:
+        works = ("--tokens", "300e9")
+        raise UsageError("--days", None, "given with --train-iters or --tokens", works=works)
     search.check(config, gpus)
-    load_hardware(question.hardware or DEFAULT_HARDWARE)  # before torch's import, which is slow
+    described = load_hardware(question.hardware)  # before torch's import, which is slow
 
     from tools.plan import record
-    from tools.plan.software import find_hardware
+    from tools.plan.software import anchored
     from tools.plan.trace import Step
 
-    hardware = find_hardware(question.hardware or DEFAULT_HARDWARE)
-    if question.hardware is None:
-        warnings.warn(
-            f"no --hardware: planned for {DEFAULT_HARDWARE}, the paper's machine of 2018; others "
-            f"are {', '.join(known_hardware())}, or a file that --measure wrote",
-            stacklevel=2,
-        )
+    hardware = anchored(described)
     precision = config.precision.name or hardware.default_precision
     planned = record.record(Step(config, gpus, precision, hardware.device), hardware)
+    if question.days:
+        if (tokens := question.tokens) is None:
+            iterations = config.training.train_iters
+        else:
+            iterations = math.ceil(tokens / planned["tokens_per_step"])
+        planned["run"] = record.run(planned, gpus, iterations, question.price)
     print(record.text(planned))
     if question.search or not planned["fits"]:
         kept = search.keeping_batch(config, gpus)
@@ -286,7 +302,7 @@ def plan(config: Any) -> bool:
 
 def study(settings: StudyConfig) -> None:
     if load_hardware(settings.hardware).anchor is None:
-        works = ("--hardware", DEFAULT_HARDWARE)
+        works = ("--hardware", PAPERS)
         raise UsageError("--hardware", settings.hardware, "hardware with an anchor", works=works)
 
     from tools.plan import figure5

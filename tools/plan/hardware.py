@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
+import shutil
+import subprocess
 import tomllib
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,19 +202,40 @@ def interpolated(table: Sequence[tuple[float, float]], size: float) -> float:
     return start + (end - start) * (size - low) / (high - low)
 
 
+def _likeness(name: str, known: str) -> tuple[bool, bool, float]:
+    """h100 is like dgx-h100, then like h200, and not like p100."""
+    model = known.rpartition("-")[2]
+    ratio = difflib.SequenceMatcher(None, name, known).ratio()
+    return name in known, model[:1] == name[:1], ratio
+
+
+def _gpu_here(known: Sequence[str]) -> str | None:
+    """The file whose name ends with the GPU's; of two models the first that nvidia-smi lists."""
+    if (program := shutil.which("nvidia-smi")) is None:
+        return None
+    words = [program, "--query-gpu=name", "--format=csv,noheader"]
+    run = subprocess.run(words, capture_output=True, text=True)
+    models = re.findall(r"\b[A-Z]\d{3}\b", run.stdout)  # NVIDIA H100 80GB HBM3
+    return next((each for each in known if models and each.endswith(models[0].lower())), None)
+
+
 def known_hardware() -> list[str]:
     """Names of the files in scripts/hardware/."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
-def load_hardware(name: str) -> Hardware:
-    """Reads scripts/hardware/NAME.toml, or the file `name`. Raises UsageError with a cure."""
+def load_hardware(name: str | None) -> Hardware:
+    """Reads scripts/hardware/NAME.toml, or the file `name`; without a name the file of the GPU that
+    this machine has. Raises UsageError with a cure."""
+    known = known_hardware()
+    if name is None and (name := _gpu_here(known)) is None:
+        allowed = f"given, as this machine has no GPU of {', '.join(known)}"
+        raise UsageError("--hardware", None, allowed, works=("--hardware", "dgx-a100"))
     file = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not file.is_file():
-        known = known_hardware()
-        allowed = f"one of {', '.join(known)}, or a file that --measure wrote"
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
-        raise UsageError("--hardware", name, allowed, works=("--hardware", nearest))
+        near = sorted(known, key=partial(_likeness, name), reverse=True)[:2]
+        allowed = f"{' or '.join(near)}, one of {', '.join(known)}, or a file that --measure wrote"
+        raise UsageError("--hardware", name, allowed, works=("--hardware", near[0]))
     try:
         return read_hardware(tomllib.loads(file.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:

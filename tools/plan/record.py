@@ -126,6 +126,19 @@ def _communication(step: Step, axis: str) -> Record:
     return {**whole, "by_phase": phases}
 
 
+def run(planned: Record, gpus: int, iterations: int, price: float | None) -> Record:
+    """A run of so many iterations without an interruption. price: of a device for an hour."""
+    seconds = iterations * planned["predicted_step_seconds"]["total"]
+    hours = gpus * seconds / 3600
+    return {
+        "iterations": iterations,
+        "tokens": iterations * planned["tokens_per_step"],
+        "days": seconds / 86_400,
+        "device_hours": hours,
+        "cost": None if price is None else price * hours,
+    }
+
+
 def text(planned: Record) -> str:
     """The plan as readable text."""
     tables = [
@@ -149,7 +162,10 @@ def text(planned: Record) -> str:
         for rank, each in enumerate(planned["stages"])
     ]
     of_stages = [table(stages)] if len(stages) > 1 else []
-    return "\n\n".join([summary(planned), *of_stages, *map(table, tables), NOT_SUMS, table(calls)])
+    whole = [table([planned["run"]])] if "run" in planned else []
+    return "\n\n".join(
+        [summary(planned), *whole, *of_stages, *map(table, tables), NOT_SUMS, table(calls)]
+    )
 
 
 def summary(planned: Record) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from megatron.config.parse import parse
+from megatron.errors import UsageError
 from megatron.parallel.schedules import schedule
 from tests.refusals import field_of, refusal, refused
 from tests.tools.plan.counted import preset
@@ -32,7 +33,7 @@ LARGE = "--preset gpt2_scaling_8.3b"
 SMALL = "--preset gpt2_8.3b"  # its batch is given
 TWENTY = "--preset gpt2_scaling_2.5b"
 SIZES = "--pipeline 4 --micro-batches 8"  # of a schedule
-OWN = "--kind tests.models.own_kind:KIND --preset quickstart"
+OWN = "--kind tests.models.own_kind:KIND --preset quickstart --hardware cpu"
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -162,7 +163,7 @@ def test_a_kind_can_be_given(tmp_path: Path) -> None:
         assert planned(tmp_path, words)["model"]["kind"] == expected
     shape = "--hidden-size 48 --num-attention-heads 12 --seq-length 64"
     cut = "--gpus 2 --tensor-model-parallel-size 2"
-    found = planned(tmp_path, f"{OWN} {shape} {cut} --hardware cpu --search")
+    found = planned(tmp_path, f"{OWN} {shape} {cut} --search")
     assert found["model"]["settings"]["key_value_heads"] == 3
     assert found["communication_per_step"]["tensor"]["calls"] > 0
     assert {each["tensor"] for each in found["layouts"]} == {1, 2}
@@ -178,14 +179,51 @@ def test_a_llama_is_planned(tmp_path: Path) -> None:
     assert wide["parameters_per_rank"] > found["parameters_per_rank"] / 2 + 1e8
 
 
-def test_without_hardware_that_of_the_paper_is_assumed_and_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("listed", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "dgx-h100"),
+        ("NVIDIA H200\nNVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "dgx-a100"),
+        ("Tesla P100-PCIE-16GB", "p100"),
+        ("NVIDIA GeForce RTX 4090", None),
+        (None, None),
+    ],
+)
+def test_without_hardware_the_gpu_here_is_meant(
+    listed: str | None, name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = "--preset quickstart --gpus 1"
-    found = planned(tmp_path, words)
-    assert "dgx2h" in capsys.readouterr().err
-    assert found == planned(tmp_path, f"{words} --hardware dgx2h")
-    assert not capsys.readouterr().err
+    if listed is not None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\necho '{listed}'\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if listed else str(tmp_path))
+    if name is not None:
+        assert load_hardware(None) == load_hardware(name)
+        return
+    with pytest.raises(UsageError) as error:
+        load_hardware(None)
+    assert error.value.flag == "--hardware"
+
+
+def test_a_name_that_is_nearly_right() -> None:
+    with pytest.raises(UsageError) as error:
+        load_hardware("h100")
+    assert "dgx-h100 or h200" in error.value.allowed
+
+
+@pytest.mark.parametrize(
+    ("words", "iterations", "cost"),
+    [("--days", 300_000, None), ("--days --tokens 1e9 --price 2", 1908, 2.0)],
+)
+def test_days_and_cost(words: str, iterations: int, cost: float | None, tmp_path: Path) -> None:
+    found = planned(tmp_path, f"--preset gpt2_355m --gpus 64 --hardware dgx-a100 {words}")
+    run, seconds = found["run"], found["predicted_step_seconds"]["total"]
+    assert run["iterations"] == iterations
+    assert run["tokens"] == iterations * found["tokens_per_step"]
+    assert run["days"] == pytest.approx(iterations * seconds / 86_400)
+    assert run["device_hours"] == pytest.approx(64 * 24 * run["days"])
+    assert run["cost"] == (cost and pytest.approx(cost * run["device_hours"]))
 
 
 def checked(words: list[str]) -> None:
@@ -195,7 +233,8 @@ def checked(words: list[str]) -> None:
         return
     config = parse(program_of(words, question=plan.QuestionConfig), words, {})
     check(config, config.question.gpus)
-    load_hardware(config.question.hardware or plan.DEFAULT_HARDWARE)
+    if config.question.hardware is not None:
+        load_hardware(config.question.hardware)
 
 
 @pytest.mark.parametrize(
