@@ -295,8 +295,10 @@ def anchored(hardware: Hardware) -> Hardware:
     if (anchor := hardware.anchor) is None:
         return hardware
     step = anchor_step(anchor)
-    ideal = predict(step, replace(hardware, attained_share=1.0)).total
-    return replace(hardware, attained_share=ideal / (step.executed_flops / anchor.flops_per_second))
+    measured = step.executed_flops / anchor.flops_per_second
+    ideal = predict(step, replace(hardware, attained_share=1.0))
+    host = ideal.host  # overheads, which no share changes
+    return replace(hardware, attained_share=(ideal.total - host) / (measured - host))
 
 
 def anchor_step(anchor: Anchor) -> Step:
