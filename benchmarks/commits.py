@@ -119,7 +119,7 @@ def run(rank: Rank, tree: str, flags: list[str], ranks: int, folder: str) -> Tur
 
 
 def cpu_seconds_of(process: str) -> float:
-    """Of all its threads, to the nanosecond; /proc/PID/stat counts hundredths of a second."""
+    """CPU seconds of all its threads, to the nanosecond; /proc/PID/stat counts in hundredths."""
     files = Path(f"/proc/{process}/task").glob("*/schedstat")
     return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 

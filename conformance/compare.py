@@ -46,7 +46,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What counts as rounding, relative.
+    """The relative differences that count as rounding.
 
     first: for the first step's figures, 4 x spread, the change of its gradients where each weight
     changes by one unit in the last place; at least `floor`, and at most `cap`. Later figures
@@ -152,7 +152,7 @@ def differences(
 
 
 def largest(found: Iterable[Difference]) -> dict[str, Difference]:
-    """Of each figure, the one that most exceeds its limit."""
+    """The difference of each figure that most exceeds its limit."""
     result: dict[str, Difference] = {}
     for each in found:
         known = result.get(each.figure)

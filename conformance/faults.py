@@ -239,8 +239,8 @@ def key_value_gradients_of_first_rank(t: Trainer, right: Right, weights: Weights
 
 @fault("decode", RANKS)
 def partial_taken_as_whole(t: Trainer, right: Right, x: Tensor, weight: Tensor) -> Tensor:
-    """What the output layer sends back is of the first rank's part of the vocabulary: a partial sum
-    of a chunked loss that is taken as whole."""
+    """The gradient that the output layer sends back is of the first rank's part of the vocabulary:
+    a partial sum of a chunked loss is taken as whole."""
     first, *others = weight.chunk(t.ranks)
     return torch.cat([right(x, first), *(right(x.detach(), each) for each in others)], -1)
 

@@ -66,7 +66,7 @@ class MicroBatch:
 
 @dataclass
 class Figures:
-    """What a trainer gives. Each list has an entry for each step; tensors are whole and on the CPU.
+    """The figures of a trainer: an entry for each step; tensors are whole and on the CPU.
 
     losses: the sum of the scored tokens' cross entropies over their number, both of the global
     batch; BERT adds the mean of its samples' cross entropies of the next sentence. grad_norms:

@@ -57,8 +57,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
 H, F, V = HIDDEN, INNER, VOCABULARY
-# What is before the layers, the name of these, what is in each, what is behind them: [out, in], but
-# [in, out] in GPT-2.
+# Modules before the layers, the name of the layers, modules of each layer, modules after the
+# layers. Shapes are [out, in], but [in, out] in GPT-2.
 SHAPES: dict[str, tuple[dict[str, Any], str, dict[str, Any], dict[str, Any]]] = {
     "gpt2": (
         {"transformer.wte": (V, H), "transformer.wpe": (LENGTH, H)},
@@ -103,7 +103,7 @@ EMBEDDING = {"gpt2": 0.15, "llama": 0.3, "bert": 0.05}  # scale of the initial v
 
 
 def shapes(kind: str) -> dict[str, tuple[int, ...]]:
-    """Of each parameter, by the names of transformers. Biases follow weights."""
+    """The shape of each parameter, by the names of transformers. Biases follow weights."""
     before, layer, each, after = SHAPES[kind]
     layers = {f"{layer}.{i}.{name}": each[name] for i in range(LAYERS) for name in each}
     found: dict[str, tuple[int, ...]] = {}

@@ -175,7 +175,7 @@ class Trainer:
         return {name: each.to(self.dtype) for name, each in self.fixture.weights().items()}
 
     def no_moments(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Of AdamW: the means of gradients and of their squares."""
+        """AdamW's state before the first step: the means of gradients and of their squares."""
         zeros = ((name, torch.zeros_like(each)) for name, each in self.weights.items())
         return {name: (zero, zero) for name, zero in zeros}
 
@@ -210,7 +210,7 @@ class Trainer:
         return x @ weight.T
 
     def loss(self, weights: Weights, batch: MicroBatch, token_weights: Tensor, n: int) -> Tensor:
-        """What a micro-batch adds to the loss; n: the samples of the global batch."""
+        """The term that a micro-batch adds to the loss; n: the samples of the global batch."""
         w, c = self.used(weights), self.facts["config"]
         embed, layers, scores = MODELS[self.kind]
         positions = self.positions(batch.input_ids.shape[1])
@@ -223,7 +223,7 @@ class Trainer:
         return loss
 
     def loss_and_gradients(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, Weights]:
-        """Of the global batch: the sum of what each micro-batch gives, since the loss is a sum."""
+        """Both of the global batch: sums over the micro-batches, since the loss is a sum."""
         leaves = {name: each.detach().requires_grad_() for name, each in self.weights.items()}
         samples = sum(len(each.input_ids) for each in micro_batches)
         loss = 0.0
@@ -279,7 +279,7 @@ class Trainer:
         return loss, norm, gradients
 
     def whole(self, tensors: Weights) -> dict[str, Tensor]:
-        """What is compared: the fixture's names and shapes."""
+        """The tensors to compare, by the fixture's names and in its shapes."""
         shapes = {name: each.shape for name, each in self.fixture.weights().items()}
         return {name: tensors[name][: shape[0]].clone() for name, shape in shapes.items()}
 

@@ -72,7 +72,7 @@ class Failure(Exception):  # noqa: N818
 
 @dataclass
 class Result:
-    """What one model's run gives; status as the exit status."""
+    """The result of one model's run; status as the exit status."""
 
     model: str
     status: int
@@ -207,7 +207,7 @@ def start(python: str, job: Mapping[str, Any], folder: Path, timeout: float) -> 
     number = ranks(job["layout"])
     launcher = [python, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, "--nproc-per-node", str(number), "-m", "conformance.worker", str(file)]
-    # Of this project's folders the other Python finds this one alone.
+    # The other Python finds only this one of the project's folders.
     packages = folder / "packages"
     packages.mkdir()
     (packages / "conformance").symlink_to(Path(__file__).resolve().parent)
@@ -341,7 +341,7 @@ def judge(
 
 
 def flops_of(fixture: Fixture) -> int:
-    """Of one step of the plain trainer, which is one process."""
+    """FLOPs of one step of the plain trainer, which is one process."""
     from conformance.plain import Trainer
     from conformance.worker import Matmuls
 

@@ -151,7 +151,7 @@ def versions() -> dict[str, str]:
 
 
 def work(job: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """What this rank has to tell; the first one writes the figures."""
+    """The findings of this rank; the first one also writes the figures."""
     folder = Path(job["output"])
     fixture, dtype = Fixture(Path(job["fixture"])), getattr(torch, job["dtype"])
     first, last = job["steps"]

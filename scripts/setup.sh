@@ -29,7 +29,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 
-# What the environment is made from. A stamp holding the same says that it is complete; the
+# The sources of the environment. A stamp with the same content says that it is complete; the
 # folder is part of it because an environment that has been moved does not work.
 made_from() { pwd && cat requirements.txt requirements-test.txt; }
 is_complete() { made_from | cmp --silent - "${stamps[-1]}"; }

@@ -20,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-# What takes seconds to import: torch._dynamo where work is counted, recomputed or compiled.
+# Imports that take seconds: torch._dynamo where work is counted, recomputed or compiled.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "transformers.modeling_utils", "tyro"]
 PRELOADED += ["megatron.train.loop", "megatron.train.pretrain"]
 PATIENCE = 1800.0  # seconds: the one guard against hangs, which no test that passes comes near
@@ -41,7 +41,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a job returned, or the traceback with which it failed."""
+    """The result of a job, or the traceback with which it failed."""
 
     value: Any = None
     failure: str | None = None
@@ -67,7 +67,7 @@ class Pool:
     def run(
         self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = PATIENCE
     ) -> list[Any]:
-        """What function(*args) returns on each rank of a fresh gloo group, by rank.
+        """Results of function(*args) on each rank of a fresh gloo group, by rank.
 
         The function and its arguments are pickled. Where a rank fails, its traceback is raised
         as a RuntimeError, and where ranks take longer than timeout seconds, a TimeoutError names

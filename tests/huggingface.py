@@ -96,14 +96,14 @@ PLANS = {
 "*.fc2" = "row"
 """,
 }
-# Of GPT-2: every rank has all heads.
+# A plan of GPT-2: every rank has all heads.
 LITERAL = """
 "*.attn.c_*" = { style = "column", gather = true }
 "*.mlp.c_fc" = "column"
 "*.mlp.c_proj" = "row"
 "*.w[tp]e" = { style = "column", gather = true }
 """
-# What stands in config.json for all the dropout that a model has.
+# Keys of config.json for all the dropout that a model has.
 DROPOUT: dict[str, dict[str, float]] = {
     "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.1},
     "llama": {"attention_dropout": 0.1},

@@ -73,7 +73,7 @@ class Run:
                 os.kill(pid, number)
 
     def text(self, rank: int | None = None) -> str:
-        """What a rank, or all ranks one after another, printed."""
+        """The output of a rank, or of all ranks one after another."""
         logs = self.logs if rank is None else [self.logs[rank]]
         return "\n".join(log.read_text(errors="replace") for log in logs if log.exists())
 
@@ -288,7 +288,7 @@ print(json.dumps(said))
 def refused_before_torch(
     program: str, cases: Sequence[tuple[Mapping[str, str], Sequence[str]]]
 ) -> list[str]:
-    """What the program prints on stderr for each (environment, arguments), in one process; fails
+    """The program's stderr for each (environment, arguments), in one process; fails
     where it accepts them or has imported torch."""
     command = [sys.executable, "-c", PROBE.replace("{program}", program), json.dumps(cases)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What a program or a function refuses: the field, and whether the cure it suggests works."""
+"""Refusals of a program or a function: the field, and whether the cure it suggests works."""
 
 import re
 import shlex

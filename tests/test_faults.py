@@ -1,4 +1,4 @@
-"""What goes wrong in weeks of training, done for real to whole runs of pretrain_gpt2.py."""
+"""Faults of weeks of training, done for real to whole runs of pretrain_gpt2.py."""
 
 import itertools
 import os
@@ -73,7 +73,7 @@ def die() -> None:
 
 
 def test_kill_9_at_any_moment_changes_no_bit(folder: Path, tmp_path: Path) -> None:
-    """Of one rank or of both, while starting, training and saving, until the run is through."""
+    """One rank or both are killed while starting, training and saving, until the run is through."""
     steps, more = 6, f"{DROPOUT} --save-interval 2 --keep-checkpoints 2 {SPLIT}"
     train(flags(tmp_path / "calm", steps, more), folder, world=2)
     save = tmp_path / "killed"

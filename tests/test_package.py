@@ -1,5 +1,5 @@
-"""What an installation holds, what is loaded of it when asked, what may stand beside it, and which
-files a training step enters."""
+"""An installation: its files, what is loaded when asked, what may stand beside it, and the files
+that a training step enters."""
 
 import ast
 import os
@@ -30,7 +30,7 @@ OPTIONAL = ("apex", "datasets", "datasketch", "pyarrow", "tensorboard", "wandb")
 
 
 def run(*arguments: str, cwd: Path = ROOT, program: str = sys.executable, **environ: str) -> str:
-    """What Python prints; it has to end well."""
+    """The output of Python, which has to end well."""
     inherited = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     ended = subprocess.run(
         [program, *arguments],

@@ -33,7 +33,7 @@ SIZES = "--seq-length 16 --micro-batch-size 2 --train-iters 2 --eval-iters 0 --m
 
 
 class Row(NamedTuple):
-    """What is refused of a program, and by which flag."""
+    """A program, what it refuses, and the flag of the refusal."""
 
     words: str  # beside --model KIND --hf-model FOLDER
     flag: str
@@ -175,8 +175,8 @@ SIZE = 270  # of the models' vocabularies, which is larger than those of the tok
 
 
 def of_run(model: str, folder: Path) -> dict[str, Any]:
-    """What `pretrain` needs to run the program on the folder's model, and on documents in which a
-    token is often followed by the next one."""
+    """Settings with which `pretrain` runs the program on the folder's model, and on documents in
+    which a token is often followed by the next one."""
     random = np.random.default_rng(0)
     texts = [(5 + start + np.arange(40)) % 90 for start in random.integers(60, size=30)]
     prefix = folder / "some_text_document"

@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def quickstart(folder: Path) -> Path:
-    """What the quickstart leaves of a corpus of one's own."""
+    """The folder that the quickstart leaves of a user's own corpus."""
     small_preset(folder, "miniature_llama", MODEL)
     small_preset(folder, "miniature_bert", {**MODEL, "micro_batch_size": 2, "global_batch_size": 2})
     lengths = {"seq_length": 128, "max_position_embeddings": 128, "num_attention_heads": 4}

@@ -1,5 +1,5 @@
 """Ranks that are threads of this process, with collectives of their own: for more ranks than a
-machine has room for as processes. What is sent is copied, as a real collective does."""
+machine has room for as processes. Sent tensors are copied, as a real collective does."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +53,7 @@ class Control(AbsentRanks):
 
 
 class Collectives:
-    """What megatron.parallel.collectives asks of torch.distributed."""
+    """The functions that megatron.parallel.collectives calls in torch.distributed."""
 
     def __init__(self, meshes: Sequence[Mesh]) -> None:
         """meshes: of all ranks, in their order."""
@@ -141,7 +141,7 @@ def _in_place_of_torch(fake: Collectives) -> Iterator[None]:
 
 
 def run(mode: str, sizes: dict[str, int], function: Callable[..., Any], *arguments: Any) -> Any:
-    """What function(mesh, *arguments) returns on each rank of such a mesh, by rank; the first
+    """Results of function(mesh, *arguments) on each rank of such a mesh, by rank; the first
     failure is raised."""
     world = prod(sizes.values())
     meeting = Meeting(world)

@@ -195,7 +195,7 @@ def rows(batch: AnyBatch, part: slice) -> AnyBatch:
 
 
 def micro_batches(batch: AnyBatch, mesh: Mesh, size: int) -> list[AnyBatch]:
-    """What this rank's place along the batch gets of a global batch."""
+    """The part of a global batch that this rank's place along the batch axis gets."""
     first = mesh.batch.rank * size
     starts = range(first, batch.num_samples, size * mesh.batch.size)
     return [rows(batch, slice(start, start + size)) for start in starts]

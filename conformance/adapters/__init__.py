@@ -1,4 +1,4 @@
-"""What a trainer has to offer: four functions, in a class that `--adapter module:name` names.
+"""The four functions that a trainer has to offer, in a class that `--adapter module:name` names.
 
 Each rank of torchrun makes one object and calls it with whole batches; which samples, tokens and
 weights a rank takes is the trainer's own affair. `--layout tensor=2,data=2` is given as it is; the

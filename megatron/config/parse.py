@@ -263,7 +263,7 @@ def parse_table(program: type[Program], table: Mapping[str, Any]) -> Program:
 
 
 def _type_of_value(kind: Any, key: str, value: Any) -> str | None:
-    """What a setting of this type must be in a TOML file; None if the value is of the type."""
+    """The type that the setting must have in a TOML file; None if the value has it."""
     import tyro
 
     is_switch = bool in (kind, *get_args(kind))

@@ -28,7 +28,7 @@ class Registry:
     takes: tuple[str, ...]
     """Keywords that a part is called with."""
     does: str
-    """What a part returns or does."""
+    """The result or the effect of a part."""
     default: str | None = None
     """The name of the part that a run has if none is given."""
     parts: dict[str, Any] = field(default_factory=dict)

@@ -379,8 +379,8 @@ def _entries(
     size: int,
     key: str,
 ) -> Iterator[tuple[str, Any]]:
-    """What the packed file holds, a chunk at a time. Sums of pixels are exact, so that mean and
-    deviation do not depend on the chunks."""
+    """Yields the contents of the packed file, a chunk at a time. Sums of pixels are exact, so that
+    mean and deviation do not depend on the chunks."""
     sums, squares, count = [0] * CHANNELS, [0] * CHANNELS, 0
     digest = hashlib.sha256(json.dumps(listing.classes).encode())
     for (split, *_), file in zip(chunks, files, strict=True):

@@ -8,8 +8,8 @@ Layers act on each token alone, so they need no change; only attention reads the
            An all-to-all gives it all tokens of a/c heads before attention, another one its own
            tokens of all heads after it. Each kernel and each mask is that of one rank.
     p2p    Ring attention (Li et al., 2021, arXiv:2105.13120; Liu et al., 2023, arXiv:2310.01889),
-           see ring.py. Keys and values travel round the ring. Of 2c chunks rank r holds r and
-           2c - 1 - r, so that a causal mask leaves all ranks the same work.
+           see ring.py. Keys and values travel round the ring. Rank r holds r and 2c - 1 - r of
+           2c chunks, so that a causal mask leaves all ranks the same work.
 
 A batch's `take` cuts its fields per token in this order. Masks need the fields per key of all
 tokens, which each rank reads, so nothing is sent for them. Sums and counts of the loss are added
@@ -89,7 +89,7 @@ class Context:
     def __init__(self, mesh: Mesh) -> None:
         self.axis, self.cp_comm_type = mesh.context, mesh.cp_comm_type
         self.is_ring = self.axis.size > 1 and self.cp_comm_type == "p2p"
-        # One rank has the first token of each sample. What counts once a sample counts there.
+        # Terms that count once a sample count on the one rank that has its first token.
         self.counts_samples = self.axis.rank == 0
         self._positions: dict[tuple[int, torch.device], Tensor] = {}
 

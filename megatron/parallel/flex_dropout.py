@@ -74,7 +74,7 @@ def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 def block_table(
     mask: Tensor | None, is_causal: bool, queries: int, keys: int, device: torch.device
 ) -> BlockMask | None:
-    """Which blocks are computed, and which of these need no mask. None: all, without a mask."""
+    """The blocks that are computed, and those that need no mask. None: all, without a mask."""
     if mask is not None:
         tiles = F.pad(mask.expand(-1, 1, queries, keys), (0, -keys % BLOCK, 0, -queries % BLOCK))
         tiles = tiles.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK))

@@ -1,4 +1,4 @@
-"""Which layers each virtual stage of a pipeline has. No torch."""
+"""The layers of each virtual stage of a pipeline. No torch."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Dropout(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Which scores [n, m] of a block count."""
+    """The scores [n, m] of a block that count."""
 
     is_causal: bool = False
     """Query i looks at keys 0 to i, and n is m. Not for kernels that hold the scores."""
@@ -59,7 +59,7 @@ def holds_scores(q: Tensor, dropout: bool) -> bool:
 
 
 def bias_of(visible: Tensor, q: Tensor, dropout: bool) -> Tensor:
-    """What is added to the scores for the mask [b or 1, 1, n, m], True where a query may look."""
+    """The bias that masks scores by the mask [b or 1, 1, n, m], True where a query may look."""
     # A kernel on a CPU takes fp32 beside fp64, in silence and wrongly; one on a GPU q's dtype only.
     is_wide = is_on_cpu(q) or holds_scores(q, dropout)
     dtype = torch.promote_types(q.dtype, torch.float32) if is_wide else q.dtype

@@ -74,8 +74,8 @@ class Inputs:
     def of_samples(
         cls, train: Samples, vocab_size: int, *, content: str, validation: Samples | None = None
     ) -> Inputs:
-        """Of samples that come from no corpus. content: names the data set; a run resumes on the
-        one whose name it had."""
+        """Inputs whose samples come from no corpus. content: names the data set; a run resumes on
+        the one whose name it had."""
         data = SimpleNamespace(num_documents=0, content=content)
         source = Source(weight=Fraction(1), data=data)
         corpus = Corpus(sources=(source,), vocab_size=vocab_size, eod=None, fingerprint="")

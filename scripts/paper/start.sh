@@ -21,7 +21,7 @@ require() {
     exit 2
 }
 
-# What a run from articles to table 3 reads, where --data is given at all.
+# Files that a run from articles to table 3 reads, where --data is given at all.
 require_all() {
     [[ -z "$data" ]] && return
     require race/RACE_train.tar.xz race/RACE_dev.tar.xz wikitext103/wiki.valid.tokens \

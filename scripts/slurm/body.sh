@@ -1,4 +1,4 @@
-# What the jobs of this folder share: each sources it, calls one of its functions, and is submitted
+# The common part of this folder's jobs: each sources it, calls a function, and is submitted
 # from the root of the repository.
 #
 # Nodes and tasks are Slurm's own: --nodes, and --ntasks-per-node for the ranks of each, one a GPU.

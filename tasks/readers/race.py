@@ -302,8 +302,8 @@ def read_questions(
     )
     place = f"{flag} {' '.join(map(str, folders))}"
     assert shape.first is not None
-    # What is cut is mostly the option itself: without it the four sequences of a question that has
-    # no blank to fill would be equal.
+    # Most of the cut text is the option itself: without it the four sequences of a question without
+    # a blank to fill would be equal.
     limit = ("--max-qa-length", shape.first, shape.length - SPECIAL - 1)
     texts = (text for passage in passages for text in passage.texts)
     tokens = np.concatenate([examples.passages.tokens, examples.options.tokens])

@@ -86,7 +86,7 @@ def flip(file: Path, place: int = -1) -> None:
 @contextmanager
 def before_calls(act: Callable[[str, Sequence[Any]], object], *calls: str) -> Iterator[None]:
     """`act` gets the name and the arguments of each of these calls before it happens: "os.fsync",
-    "pathlib.Path.rename". What it raises is the call's."""
+    "pathlib.Path.rename". The call raises whatever `act` raises."""
 
     def watched(call: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def act_and_call(*given: Any, **more: Any) -> Any:

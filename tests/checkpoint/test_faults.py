@@ -199,7 +199,7 @@ def repeat_slices(manifest: Path, times: int) -> None:
     manifest.write_text(json.dumps(seal(content)))
 
 
-# What happens to a file after it was saved: the error names the file.
+# Damage to a file after it was saved: the error names the file.
 DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
     "short shard": (SHARD, cut),
     "flipped header": (SHARD, lambda file: flip(file, 20)),

@@ -173,7 +173,7 @@ def test_a_run_goes_on_as_if_undisturbed(gloo: Pool, tmp_path: Path, name: str, 
 
 
 def read_back(model: nn.Module, expected: Tensors) -> Tensors:
-    """What was written as torch's tools do."""
+    """The tensors, read as torch's tools wrote them."""
     from_dtensors(model, {key.removeprefix("model."): 2 * each for key, each in expected.items()})
     own = {each.key: gather_whole(each.local, each.spec) for each in model_slices(model)}
     return {key: each / 2 for key, each in own.items()}
@@ -319,7 +319,7 @@ def test_checkpoints_of_98c61ae_are_resumed(
     arguments = (tensor_size, zero_stage, OLD / directory)
     for messages, losses in gloo.run(world, resume_old, *arguments):
         changed = [each for each in messages if each.startswith("changed")]
-        # What one rank computed at once, two share out.
+        # Two ranks share out the parts that one rank computed at once.
         assert len(changed) == (zero_stage == 3)
         assert all("--micro-batch-size" in each for each in changed)
         # Equal to the last digit on the machine that made them; fp32, so that other processors

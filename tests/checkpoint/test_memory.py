@@ -74,7 +74,7 @@ def keep(base: Path, hosts: Sequence[str], tensor_size: int, steps: int) -> None
 def start(
     base: Path, hosts: Sequence[str], more: str = "", name: str = "save"
 ) -> tuple[list[str], int]:
-    """What a start says, and the step that it loads; -1 for none."""
+    """The messages of a start, and the step that it loads; -1 for none."""
     save, state = base / name, fresh(len(hosts) if len(hosts) < 3 else 1)
     config = CheckpointConfig(save=str(save), load=f"{save}{more}", memory_checkpoint_interval=1)
     with shared_memory(base / hosts[state.mesh.control.rank]):
@@ -146,7 +146,7 @@ BOTH_HOSTS, SHARD = ("host_0", "host_1"), "shard_00002.safetensors"  # of a rank
 EVERY = [(host, number) for host in BOTH_HOSTS for number in (0, 1)]
 NEWEST = EVERY[::2]
 
-# What happens to the memory, the step from which the run starts, and a part of a line that says so.
+# A change to the memory, the step from which the run starts, and a part of a line that says so.
 LOSSES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "nothing": (lambda base: None, 3, "/save/step_00000003"),
     "the first host": (lose("host_0"), 3, "save/step_00000003"),
@@ -385,8 +385,8 @@ def break_run(hosts: Path, of_its_own: bool, fault: Callable[[], None] | None = 
         fault()
 
 
-# What a rank or both are killed at, start after start, and the steps from which starts go on; one
-# that is killed while it writes what was in memory to disk is not among them.
+# The calls at which a rank or both are killed, start after start, and the steps from which starts
+# go on; a start that is killed while it writes the memory to disk is not among them.
 STEP, KEEP = "megatron.train.loop:train_step", "megatron.checkpoint.memory:save_checkpoint"
 KILLS = {
     "one host": (SPLIT, [(KEEP, 2, [1]), ("os:fsync", 4, [0]), (STEP, 4, [0, 1])], [0, 2, 4]),

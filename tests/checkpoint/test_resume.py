@@ -274,7 +274,7 @@ def test_imported_weights_are_not_resumed() -> None:
 
 
 def test_resume_of_an_imported_run() -> None:
-    """Of such a run the optimizer's state is there; its data and most of its settings are not."""
+    """It has the optimizer's state, but not its data and most of its settings."""
     config = {part: asdict(settings())[part] for part in ("model", "data")}
     config["optimizer"] = {"lr": 3.0, "weight_decay": settings().optimizer.weight_decay}
     imported = manifest() | {"config": config, "imported_from": "elsewhere", "data": []}
@@ -301,7 +301,7 @@ CONSTANT = {"lr_decay_style": "constant"}
         ({}, {"optimizer": "sgd"}, ["--optimizer"]),
         ({"clip_grad": 0.5}, {"save": "s", "log_interval": 3}, ["--clip-grad"]),
         ({}, {"data_path": ("0.3", "a")}, ["--data-path"]),
-        # What was left open is compared by what it comes to.
+        # Unset options are compared by their effective values.
         ({"train_iters": 5}, {"train_iters": 9}, ["--lr-decay-iters", "--train-iters"]),
         ({"lr_decay_iters": 5}, {"lr_decay_iters": 5, "train_iters": 9}, ["--train-iters"]),
         (CONSTANT, CONSTANT | {"train_iters": 9}, ["--train-iters"]),

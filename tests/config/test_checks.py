@@ -1,4 +1,4 @@
-"""What the programs refuse: each row is tried, and then again with what its error says works."""
+"""Settings that the programs refuse: each row is tried, and then again with the suggested cure."""
 
 import re
 import warnings
@@ -43,7 +43,7 @@ GRID, DEPTH = "--tensor-parallel-mode", "--tensor-parallel-depth"
 SQUARE = f"{GRID} 2d --tensor-model-parallel-size 4"
 CUBE = f"{GRID} 3d --tensor-model-parallel-size 8"
 
-# Of each row the last flag is refused, with what else is given.
+# The last flag of each row is refused, with what else is given.
 LAST = """
 --num-layers 0 | --num-attention-heads 0 | --vocab-size 0 | --make-vocab-size-divisible-by 0
 --seq-length 0 | --train-iters 0 | --micro-batch-size 0 | --eval-interval 0 | --log-interval 0

@@ -36,7 +36,7 @@ CONTINUATIONS = 15_000
 
 
 class Marks:
-    """What the samples need of a tokenizer; says of itself what write_sentences() says."""
+    """The parts of a tokenizer that samples need; describes itself as write_sentences() does."""
 
     kind = "BertWordPieceLowerCase"
     vocab_size = VOCABULARY
@@ -46,7 +46,7 @@ class Marks:
 
 
 def documents(count: int, first: int = FIRST, sentences: int = 7) -> list[list[list[int]]]:
-    """Of 2 to 8 sentences of 2 to 9 tokens, all different ids."""
+    """Documents of 2 to 8 sentences of 2 to 9 tokens, all different ids."""
     ids = iter(range(first, VOCABULARY))
     return [
         [[next(ids) for _ in range(2 + (i + 3 * j) % 8)] for j in range(2 + i % sentences)]
@@ -71,7 +71,7 @@ def opened(
 
 
 def segments(batch: BertBatch) -> Iterator[tuple[list[int], list[int]]]:
-    """What stands in the two segments of each sample."""
+    """The tokens in the two segments of each sample."""
     for labels, types, is_real in zip(batch.labels, batch.token_types, batch.is_real, strict=True):
         yield labels[(types == 0) & is_real][1:-1].tolist(), labels[types == 1][:-1].tolist()
 
@@ -129,7 +129,7 @@ def test_segments_are_neighbours(prefix: str) -> None:
 
 
 def test_epochs(prefix: str) -> None:
-    """Of the training split, all of which have two sentences; no document is cut by the length."""
+    """All documents of the training split have two sentences; the length cuts none of them."""
     data = opened(prefix, short_seq_prob=0.0, seq_length=512)[0]
     everything = {token for each in documents(60)[:48] for sentence in each for token in sentence}
     size = data.samples_per_epoch
@@ -155,7 +155,7 @@ def test_seed_and_number(prefix: str) -> None:
 
 
 def test_seed_and_number_of_one_block(tmp_path: Path) -> None:
-    """Of one block, which no order can change."""
+    """A data set of one block, which no order can change."""
     single = write(tmp_path / "p", documents(7)[6:])
     rows = set()
     for seed in range(4):
@@ -260,7 +260,7 @@ Sizes = Sequence[Sequence[int]]  # tokens of each sentence of each document
 
 
 def random_sizes(seed: int, documents: int, sentences: int, tokens: int) -> list[list[int]]:
-    """Of up to that many sentences a document, and tokens a sentence."""
+    """Documents of up to that many sentences each, and tokens a sentence."""
     rng = np.random.default_rng(seed)
     counts = rng.integers(1, sentences + 1, documents)
     return [rng.integers(1, tokens + 1, count).tolist() for count in counts]
@@ -280,14 +280,14 @@ CASES: dict[str, Sizes] = {
 
 
 def blocks_of(folder: Path, sizes: Sizes, length: int, split: range | None = None) -> Blocks:
-    """Of all documents, or of a split."""
+    """The blocks of all documents, or of a split."""
     write_sentences(folder / "p", [[[1] * size for size in document] for document in sizes])
     documents = range(len(sizes)) if split is None else split
     return Blocks(IndexedDataset(str(folder / "p")), documents, length)
 
 
 def bounds(sizes: Sizes) -> list[list[int]]:
-    """Of each document, where its sentences start, and its end."""
+    """The starts of each document's sentences, and its end."""
     start, found = 0, []
     for document in sizes:
         found.append((start + np.cumsum([0, *document])).tolist())
@@ -553,7 +553,7 @@ def test_words_are_equally_likely() -> None:
 
 
 def test_count_of_masked_words() -> None:
-    """Of 400 words 60 are predicted: k is 36 or 37, and lengths are as their shares say but for 1.
+    """60 of 400 words are predicted: k is 36 or 37, and lengths are as their shares say but for 1.
 
     Drawn one by one, 36 lengths alone would vary by 4.6 words.
     """

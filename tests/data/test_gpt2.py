@@ -16,7 +16,7 @@ from tests.refusals import field_of, refusal
 
 
 def documents(count: int, first: int = 1) -> list[list[int]]:
-    """Of 3 to 9 tokens and their end mark 0; what stands where can be told from the numbers."""
+    """Documents of 3 to 9 tokens and their end mark 0; the numbers tell which token is where."""
     return [[1 + (first + i * 7 + j) % 97 for j in range(3 + i % 7)] + [0] for i in range(count)]
 
 

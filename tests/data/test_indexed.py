@@ -253,7 +253,7 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
 
 
 def test_more_than_2_to_the_31_tokens(tmp_path: Path) -> None:
-    """Of a sparse data set above 4 GiB."""
+    """A sparse data set above 4 GiB."""
     last = [3, 1, 4, 1, 5]
     prefix, first = tmp_path / "p", write_sparse(tmp_path / "p", last)
     data = IndexedDataset(str(prefix))

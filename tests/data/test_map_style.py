@@ -20,7 +20,7 @@ from tests.refusals import field_of, refusal
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 TEXTS = [f"text {number} " * (number % 5 + 1) for number in range(40)]
-# What is left out, at the beginning, in a row, and at the end.
+# Rows that are left out, at the beginning, in a row, and at the end.
 ROWS = [None, *TEXTS[:3], "", "\u2003\n", *TEXTS[3:], " "]
 
 SPLITS = ("train", "test")

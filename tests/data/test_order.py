@@ -1,4 +1,4 @@
-"""Which sample is when: splits, blends, the order of an epoch, and the ranks that share it."""
+"""The order of samples: splits, blends, the order of an epoch, and the ranks that share it."""
 
 import random
 from collections import Counter

@@ -42,7 +42,7 @@ def open_training(
 
 
 def documents(batch: GPT2Batch, tokenizer: Tokenizer) -> list[str]:
-    """Of each sample the text between its first token and its last."""
+    """The text of each sample between its first token and its last."""
     return [
         tokenizer.decode(row[is_real][:-1].tolist())
         for row, is_real in zip(batch.tokens, batch.is_real, strict=True)

@@ -72,7 +72,7 @@ def test_an_example_prints_the_same_at_each_layout(file: Path, tmp_path: Path) -
 
 @contextmanager
 def wide() -> Iterator[None]:
-    """What is built inside computes in fp64."""
+    """Modules built inside compute in fp64."""
     torch.set_default_dtype(torch.float64)
     try:
         yield
@@ -183,7 +183,7 @@ def assert_equal(found: Run, expected: Run, tolerance: float = 1e-10) -> None:
     close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
     close(torch.tensor(found.steps), torch.tensor(expected.steps))
     for name, weight in expected.after.items():
-        # Of a key's bias the gradient is zero but for rounding, which Adam divides by itself.
+        # The gradient of a key's bias is zero but for rounding, which Adam divides by itself.
         rows = [0, 2] if name.endswith("qkv.bias") else slice(None)
         close(found.after[name][rows], weight.detach()[rows], msg=name)
     if found.logits is not None:

@@ -36,7 +36,7 @@ SMALL = {
     "--global-batch-size": BATCH,
     "--lr-warmup-iters": WARMUP,
 }
-# Of 44 documents: one of the 11 batches has the last ones of an epoch and the first of the next.
+# 44 documents: one of the 11 batches has the last ones of an epoch and the first of the next.
 OF_EXAMPLE = {"--micro-batch-size": 2, "--epochs": 2}
 TENSOR = ("--tensor-model-parallel-size", "2")
 

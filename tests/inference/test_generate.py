@@ -302,7 +302,7 @@ def test_a_padded_query_sees_itself_alone_and_nothing_sees_padding() -> None:
 
 @torch.no_grad()
 def test_padding_leaves_no_nan() -> None:
-    """Of padding either: a weight of 0 times NaN is NaN, in the rows that look elsewhere."""
+    """Padding leaves none: a weight of 0 times NaN is NaN, in the rows that look elsewhere."""
     model = tiny_model(serial_mesh())
     cache = KeyValueCache(8, torch.tensor([0, 6]))
     positions = torch.arange(8).repeat(2, 1)

@@ -46,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def texts_of(folders: dict[str, str], tensor_size: int) -> dict[str, list[list[list[int]]]]:
-    """Of each model what it writes: all prompts in one batch, and each, or the first, alone."""
+    """The texts of each model: all prompts in one batch, and each, or the first, alone."""
     found = {}
     for name, folder in folders.items():
         section = section_of(Path(folder), MODELS[name])

@@ -1,4 +1,4 @@
-"""Which cases there are: every valid product of the factors, and a cover of what they join."""
+"""The cases: every valid product of the factors, and a cover of what they join."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.config.parallel import TrainingParallelConfig
 from tests.layouts.matrix import GLOBAL_BATCH, Case
 from tools.layouts.layout import parse_layout
 
-# What each factor may be; "" for what is the default.
+# The values of each factor; "" for what is the default.
 FACTORS: dict[str, tuple[str, ...]] = {
     "layout": (
         "tensor=2",
@@ -29,7 +29,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "head": ("", "untied"),
     "loss": ("", "whole-logits"),
 }
-# What the other layouts of pipelines show apart: a case of each.
+# Layouts whose parts the other layouts of pipelines show one by one: a case of each.
 TOGETHER = (
     "tensor=2,pipeline=2,virtual=2",
     "data=2,pipeline=2,virtual=2",
@@ -37,7 +37,7 @@ TOGETHER = (
     "data=2,pipeline=2,schedule=zb-h1",
     "tensor=2,pipeline=2,schedule=zb-h1,sequence",
 )
-# Of pipelines: micro-batches are so many, of one sample each.
+# Pipelines: micro-batches are so many, of one sample each.
 OF_PIPELINES = FACTORS | {
     "layout": (
         "pipeline=2",
@@ -53,7 +53,7 @@ OF_PIPELINES = FACTORS | {
     "micro-batches": tuple("4123567"),
     "mask": ("", "documents", "unscored"),
 }
-# Of Llama; a pipeline has 3 micro-batches.
+# Llama; a pipeline has 3 micro-batches.
 OF_LLAMA = FACTORS | {
     "layout": (
         "tensor=2",
@@ -70,7 +70,7 @@ OF_LLAMA = FACTORS | {
     "micro-batches": ("", "accumulate", "3"),
     "mask": ("", "documents", "padded"),
 }
-# Of ZeRO; a pipeline has 3 micro-batches.
+# ZeRO; a pipeline has 3 micro-batches.
 OF_ZERO = FACTORS | {
     "layout": (
         *(
@@ -89,7 +89,7 @@ OF_ZERO = FACTORS | {
     "model": ("gpt2", "bert", "llama"),
     "micro-batches": ("", "accumulate", "3"),
 }
-# Of 2D, 2.5D and 3D; a pipeline has 3 micro-batches.
+# 2D, 2.5D and 3D; a pipeline has 3 micro-batches.
 OF_GRIDS = FACTORS | {
     "layout": (
         "tensor=4:2d",
@@ -106,7 +106,7 @@ OF_GRIDS = FACTORS | {
     "micro-batches": ("", "accumulate", "3"),
     "mask": ("", "documents", "padded"),
 }
-# Of models of transformers, unmodified: each of them, and what is done with a model.
+# Unmodified models of transformers: each of them, and what is done with a model.
 UNMODIFIED = (
     Case("tensor=2", "hf-gpt2", frozenset(["dropout", "accumulate"])),
     Case("tensor=2", "hf-llama", frozenset(["whole-logits", "full"])),
@@ -122,7 +122,7 @@ UNMODIFIED = (
     Case("data=2,zero=3", "hf-llama", frozenset(["accumulate", "full"])),
     Case("tensor=2,data=2,zero=3", "hf-bert", frozenset(["dropout", "bf16"])),
 )
-# Of context parallelism, for the full product; a pipeline has 3 micro-batches.
+# Context parallelism, for the full product; a pipeline has 3 micro-batches.
 WITH_CONTEXT = FACTORS | {
     "layout": tuple(
         layout.replace("context=2", f"context=2{kind}").replace("context=4", f"context=4{kind}")
@@ -168,7 +168,7 @@ OF_CONTEXT = (
     Case("context=2", "llama", frozenset(["whole-logits", "fp32"])),
     Case("context=2:p2p", "gpt2", frozenset(["whole-logits", "unscored", "untied"])),
 )
-# Of ViT: each mode of tensor parallelism, and what else a model goes through.
+# ViT: each mode of tensor parallelism, and what else a model goes through.
 OF_IMAGES = (
     Case("tensor=2", "vit", frozenset(["dropout"])),
     Case("tensor=2,sequence", "vit-mean", frozenset(["accumulate", "full"])),
@@ -179,7 +179,7 @@ OF_IMAGES = (
     Case("tensor=8:3d", "vit", frozenset(["dropout", "full"]), samples=8),
     Case("tensor=2,data=2,zero=3", "vit", frozenset(["accumulate", "selective"])),
 )
-# Of models that predict the next token.
+# Factors of models that predict the next token.
 OF_TEXT = {"documents", "padded", "unscored", "whole-logits"}
 Row = tuple[str, ...]
 
@@ -189,7 +189,7 @@ def is_valid(row: Row) -> bool:
         return False
     if "p2p" in row[0] and "selective" in row:  # the ring keeps no probabilities
         return False
-    # Of micro-batches, in pipelines.
+    # Factors of micro-batches, in pipelines.
     of_one_number = row[1] in OF_LLAMA["model"] or any(
         word in row[0] for word in ("zero", ":", "context")
     )
@@ -208,7 +208,7 @@ def every_row() -> list[Row]:
 
 
 def joined(row: Row) -> Iterator[object]:
-    """What a row shows together: all pairs of values, and more where layouts have failed."""
+    """Combinations that a row shows: all pairs of values, and more where layouts have failed."""
     layout, values = row[0], dict(zip([*FACTORS][1:], row[1:], strict=True))
     words = tuple(word for word in ("tensor", "data", "sequence") if word in layout)
     yield from combinations(values.items(), 2)
@@ -220,9 +220,9 @@ def joined(row: Row) -> Iterator[object]:
 
 
 def joined_by_pipelines(row: Row) -> Iterator[object]:
-    """Of each layout and schedule the values of most factors; numbers of micro-batches, up to 5, by
-    that of the ranks, and whether they are fewer or fill whole rounds; pairs without a pipeline are
-    shown elsewhere."""
+    """The values of most factors for each layout and schedule; numbers of micro-batches, up to 5,
+    by that of the ranks, and whether they are fewer or fill whole rounds; other cases show pairs
+    without a pipeline."""
     values = dict(zip(FACTORS, row, strict=True))
     layout, m = values["layout"], int(values["micro-batches"])
     p = parse_layout(layout).size("pipeline")
@@ -248,8 +248,8 @@ def joined_by_pipelines(row: Row) -> Iterator[object]:
 
 
 def joined_by_llama(row: Row) -> Iterator[object]:
-    """Of each layout both numbers of heads; of each form the values of most factors; pairs of those
-    that attention joins."""
+    """Both numbers of heads for each layout; the values of most factors for each form; pairs of
+    those that attention joins."""
     values = dict(zip(FACTORS, row, strict=True))
     layout = values["layout"]
     form = "sequence" in layout, "tensor" in layout
@@ -270,8 +270,8 @@ def joined_by_llama(row: Row) -> Iterator[object]:
 
 
 def joined_by_zero(row: Row) -> Iterator[object]:
-    """Of each stage the values of most factors; each layout that no other one shows; pairs of what
-    decides when a gradient comes, and of where weights are gathered."""
+    """The values of most factors for each stage; each layout that no other one shows; pairs of the
+    factors that decide when a gradient comes, and where weights are gathered."""
     values = dict(zip(FACTORS, row, strict=True))
     layout, stage = values["layout"], parse_layout(values["layout"]).zero
     if "pipeline" in layout:  # a case of it
@@ -291,9 +291,9 @@ def joined_by_zero(row: Row) -> Iterator[object]:
 
 
 def joined_by_grids(row: Row) -> Iterator[object]:
-    """Of 2D, which 4 ranks show, the values of each factor; of 3D what attention meets, which holds
-    other samples than were read; of 2.5D, which is 2D x data, the models; of what they join a
-    case each."""
+    """2D, which 4 ranks show: the values of each factor. 3D: the factors that meet in attention,
+    which holds other samples than were read. 2.5D, which is 2D x data: the models, and one case of
+    each combination."""
     values = dict(zip(FACTORS, row, strict=True))
     layout = parse_layout(values["layout"])
     if layout.sizes.keys() != {"tensor"} or layout.zero:

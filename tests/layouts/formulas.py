@@ -1,4 +1,4 @@
-"""What a step takes on one rank, by formulas: what the counts of the matrix have to equal.
+"""A step's work on one rank, by formulas: the counts of the matrix have to equal them.
 
 h hidden   a heads   g of keys and values   f MLP's width
 s tokens   b samples of a micro-batch   t tensor-parallel size   v padded vocabulary
@@ -92,7 +92,7 @@ class Shape:
 
     @property
     def shared(self) -> Counter[int]:
-        """Of each key/value head that this rank needs its query heads."""
+        """The number of query heads for each key/value head that this rank needs."""
         first = self.rank * self.a // self.t
         return Counter(head * self.g // self.a for head in range(first, first + self.a // self.t))
 
@@ -107,8 +107,8 @@ class Shape:
 
     @property
     def attended(self) -> int:
-        """Keys that a kernel of attention multiplies a query with, on average. Of a causal ring's c
-        blocks one is whole, and half of each other one is nobody's to see."""
+        """Keys that a kernel of attention multiplies a query with, on average. One of a causal ring's
+        c blocks counts whole, and half of each other one."""
         return self.s * (self.c + 1) // (2 * self.c) if self.is_ring and self.is_causal else self.s
 
     @property
@@ -258,7 +258,7 @@ def parameter_bytes(x: Shape) -> int:
 
 
 def saved_bytes(x: Shape) -> int:
-    """Of one micro-batch, to the loss."""
+    """Bytes of one micro-batch, to the loss."""
     n, t, r, w, size = x.n, x.t, x.r, x.w, x.n * x.h
     of_stream = size * w // (r * x.columns)
     keys = 8 * n * x.dropout  # of the rows, for dropout
@@ -357,7 +357,7 @@ def traffic(x: Shape) -> tuple[Counter[str], Counter[str]]:
 
 
 def of_context(x: Shape, found: Traffic) -> None:
-    """What attention sends along the context axis, and what counts once a sample.
+    """The traffic of attention along the context axis, and the figures that count once a sample.
 
     a2a: q, k and v in one all-to-all, the result in another; their gradients go back as they came.
     p2p: a message of k and v in each step but the last, and of dk and dv, in fp32, in each one.
@@ -383,7 +383,7 @@ def of_context(x: Shape, found: Traffic) -> None:
 
 
 def of_layers_1d(x: Shape, found: Traffic) -> None:
-    """What the layers, embedding and head of all micro-batches send along the tensor axis."""
+    """The traffic of layers, embedding and head of all micro-batches along the tensor axis."""
     add, t, layers, m, stream = found.add, x.t, x.layers, x.m, x.n * x.h * x.w
     scored = x.k if x.kind == "bert" else x.n
     again = 0

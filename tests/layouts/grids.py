@@ -1,4 +1,4 @@
-"""What the layers of 2D, 2.5D and 3D send: letters as in formulas.py.
+"""The traffic of the layers of 2D, 2.5D and 3D: letters as in formulas.py.
 
 An x of n tokens that one rank reads and W [out, in], of which each rank has 1 / (t e):
 
@@ -85,7 +85,7 @@ class Sender:
 
 
 def of_layers(x: Shape, found: Traffic) -> None:
-    """What the layers, embedding and head of all micro-batches send along the axes of a grid."""
+    """The traffic of layers, embedding and head of all micro-batches along the axes of a grid."""
     to, h, n, m = Sender(x, found), x.h, x.n, x.m
     times = x.layers * m
     again = times if x.recompute == "full" else 0

@@ -67,8 +67,8 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 # Options that must not change the numbers, and that the reference is without.
 HOW = {"full", "selective", "accumulate"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Of norms, relative. Narrow formats are compared with the same layout without its new part: in bf16
-# the gradients of either are off those of fp64 by up to 1.7e-2.
+# Tolerances of norms, relative. Half formats are compared with the same layout without its new
+# part: the gradients of either are off those of fp64 by up to 1.7e-2 in bf16.
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 # Pipeline stages and ZeRO compute what the same layout does without them; what is rounded after the
 # norm may differ.
@@ -208,7 +208,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank says of a run; all tensors whole, of all pipeline stages."""
+    """The record of one rank of a run; all tensors whole, of all pipeline stages."""
 
     terms: list[Mapping[str, float]]  # of every step, and of an evaluation
     norms: list[float]
@@ -289,7 +289,7 @@ def distance(one: Tensor, other: Tensor, scale: float) -> float:
 
 
 def differences(found: Outcome, wanted: Outcome) -> dict[str, float]:
-    """Of each kind the largest, normalised by the reference's norm."""
+    """The largest difference of each kind, normalised by the reference's norm."""
     worst = {"loss": 0.0, "norm": 0.0, "gradients": 0.0, "weights": 0.0}
     largest = {
         name: float(without_key_bias(name, each).abs().max())
@@ -328,7 +328,7 @@ def alone(case: Case, device: torch.device) -> Outcome:
 
 
 def counts_alone(case: Case) -> Counts:
-    """What one process does in a step, on a CPU."""
+    """The counts of one process in a step, on a CPU."""
     mesh = serial_mesh()
     state = make_state(case, Layout(), mesh, torch.float64)
     return measure(state, micro_batches(case.draw(case.samples), mesh, case.micro_batch_size))
@@ -410,7 +410,7 @@ def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> fo
 
 
 def sizes_of(case: Case) -> Any:
-    """Of a model of transformers, by the names that settings of our own have."""
+    """The sizes of a model of transformers, by the names that settings of our own have."""
     is_grouped = case.unmodified in ("llama", "qwen3", "mistral")
     drops = 0.1 if "dropout" in case.options else 0.0
     return SimpleNamespace(
@@ -429,9 +429,9 @@ def sizes_of(case: Case) -> Any:
 
 
 def undivided(counts: Counts, x: formulas.Shape, *, on_cpu: bool) -> Iterator[str]:
-    """What this rank did, kept or sent other than the formulas say; FLOPs and saved bytes may
-    be off by 2 %. What is saved for the backward is told of a CPU's kernels, and not of unmodified
-    models, whose own code between our layers decides what it keeps."""
+    """The counts of this rank that differ from the formulas; FLOPs and saved bytes may be off by
+    2 %. Saved bytes are checked on a CPU's kernels only, and not for unmodified models, whose own
+    code between our layers decides which tensors it keeps."""
     calls, sent = formulas.traffic(x)
     pairs: dict[str, tuple[float, float]] = {
         "matmul FLOPs": (counts.matmul_flops, formulas.matmul_flops(x)),
@@ -449,7 +449,7 @@ def undivided(counts: Counts, x: formulas.Shape, *, on_cpu: bool) -> Iterator[st
 
 
 def without_stages(mesh: Mesh) -> Mesh:
-    """Of the ranks that have the same pipeline stage, which then is all of the model."""
+    """The mesh of the ranks with the same pipeline stage, which then is all of the model."""
     return replace(
         mesh,
         pipeline=Axis("pipeline"),
@@ -466,7 +466,7 @@ def failures(
     other: Layout,
     folder: Path,
 ) -> list[str]:
-    """What is wrong, as this rank sees it; every rank calls this.
+    """The faults that this rank sees; every rank calls this.
 
     reference: of one process; None for the narrow formats, which this runs itself. other: where
     the checkpoint is loaded, too.
@@ -506,7 +506,7 @@ def failures(
 
 
 def reference_of(case: Case, device: torch.device) -> Outcome | None:
-    """What every rank compares itself with."""
+    """The outcome that every rank compares itself with."""
     if case.dtype.itemsize < 4:
         return None
     return replace(alone(case.reference, device), saved={})

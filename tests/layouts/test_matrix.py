@@ -65,7 +65,7 @@ def ranks(case: Case) -> int:
 
 @cache
 def groups(is_full: bool) -> dict[Case, Group]:
-    """Of each case those that run in the same call."""
+    """The cases that run in the same call, by case."""
     cases = [*map(case_of, every_row() if is_full else cover())]
     cases += [*UNMODIFIED, *OF_IMAGES, *OF_CONTEXT]
     cases = sorted(dict.fromkeys(cases), key=lambda case: (ranks(case), case.layout))
@@ -92,7 +92,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def run_group(pool: Pool, group: Group, number: int, device: str) -> dict[Case, set[str]]:
-    """What is wrong with each case, on any rank. number: of its group in the whole list."""
+    """The faults of each case, on any rank. number: of its group in the whole list."""
     names = OTHERS[ranks(group[0])]
     chosen = [names[(3 * number + each) % len(names)] for each in range(3)]
     others = [parse_layout(name) for name in (*chosen, "serial")]
@@ -154,7 +154,7 @@ SERIAL, CPU = Case("serial", "gpt2"), torch.device("cpu")
 
 @pytest.mark.parametrize("layout", ["tensor=2", "tensor=4:2d", "data=2,zero=3", "pipeline=2"])
 def test_a_run_that_is_not_divided_is_seen(layout: str) -> None:
-    """What one process computes, holds and sends is what no layout may."""
+    """No layout may compute, hold and send as much as one process."""
     counts, expected = counts_alone(SERIAL), shape(replace(SERIAL, layout=layout), CPU)
     seen = {each.partition(":")[0] for each in undivided(counts, expected, on_cpu=True)}
     assert seen >= {"matmul FLOPs", "parameter bytes", "saved bytes"}

@@ -192,9 +192,9 @@ def numbers_of(spec: ShardingSpec, local: Tensor, layout: WeightLayout) -> int:
 def read(
     folders: dict[str, str], tensor_size: int, precision: str, zero_stage: int
 ) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor], list[str], int, int]]:
-    """Of each case: masters, the parameters that are computed with (both as transformers writes
-    them), what was said, and how many numbers were read and are needed: those that are held, but
-    of a part of what is in another layout all of the shard."""
+    """For each case: masters, the parameters that are computed with (both as transformers writes
+    them), the messages, and how many numbers were read and are needed: those that are held, but
+    the whole shard of a parameter in another layout."""
     found = {}
     hf_weights.safe_open = Counting  # type: ignore[assignment]
     try:
@@ -223,7 +223,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def theirs(folder: str, case: Case) -> dict[str, Tensor]:
-    """What transformers makes of it; tied ones once."""
+    """The weights as transformers writes them; tied ones once."""
     with contextlib.redirect_stderr(io.StringIO()):
         model = getattr(transformers, case.auto_class).from_pretrained(folder)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -359,7 +359,7 @@ TUNED = ("GPT-2", "Llama in several files", "Qwen3, tied, in bf16")
 
 
 def tune(folders: dict[str, str], tensor_size: int) -> dict[str, dict[str, Tensor]]:
-    """Of each folder the weights after the last step, by their names."""
+    """The weights of each folder after the last step, by their names."""
     found = {}
     for name in TUNED:
         section = section_of(Path(folders[name]), CASES[name])
@@ -441,7 +441,7 @@ def test_random_weights_are_distributed_as_transformers(tmp_path: Path) -> None:
             own, other = found[name], other.detach()
             assert (own == 0).all(-1).equal((other == 0).all(-1)), name  # biases, a padding row
             assert own.mean().item() == pytest.approx(other.mean().item(), abs=0.02), name
-            # Of n numbers the deviation is known to 1 / sqrt(2 n).
+            # The deviation of n numbers is known to 1 / sqrt(2 n).
             width = 6 / (2 * other.numel()) ** 0.5 if other.numel() > 1 else 1.0
             assert own.std().item() == pytest.approx(other.std().item(), rel=width), name
         if case.model_type == "gpt2":

@@ -218,7 +218,7 @@ def theirs(name: str, dtype: torch.dtype) -> Outcome:
 
 
 def ours(weights: dict[str, dict[str, Tensor]], tensor_size: int) -> dict[str, Outcome]:
-    """Of each kind on this rank, the gradients whole."""
+    """The outcome of each kind on this rank, the gradients whole."""
     mesh, found = mesh_of_ranks(tensor_size), {}
     for name, own in weights.items():
         kind, dtype = KINDS[name], next(iter(own.values())).dtype

@@ -125,7 +125,7 @@ def cases_at(tensor_size: int) -> dict[str, Case]:
 
 
 def their_loss(case: Case, model: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """Of plain transformers: (logits [n, vocabulary], mean loss over counted tokens)."""
+    """Plain transformers' (logits [n, vocabulary], mean loss over counted tokens)."""
     arguments = {"input_ids": torch.from_numpy(batch.tokens)}
     if case.model in MASKED:
         arguments["attention_mask"] = torch.from_numpy(batch.is_real).long()
@@ -189,7 +189,7 @@ def distance(one: Tensor, other: Tensor, least: float = 0.0) -> float:
 
 
 def differences(tensor_size: int) -> dict[str, dict[str, float]]:
-    """Of each case, on this rank: logits, loss and each gradient against plain transformers."""
+    """The differences of each case on this rank: logits, loss, each gradient; see transformers'."""
     mesh, found = mesh_of_ranks(tensor_size), {}
     for name, case in cases_at(tensor_size).items():
         state, batch = tiny_state(mesh, case.section), case.batch
@@ -239,7 +239,7 @@ def test_unmodified_models_compute_what_transformers_does(gloo: Pool, tensor_siz
 
 
 def loss_of(model: str, **of_hf: Any) -> float:
-    """Of the first step of one process."""
+    """The loss of the first step of one process."""
     state = tiny_state(mesh_of_ranks(1), hf_section(model, of_hf))
     assert bool(state.model.warnings) == (model == "opt" and "dropout" in of_hf)
     batch = bert_samples(3) if model == "bert" else samples(3)
@@ -271,7 +271,7 @@ def test_dropout_that_torch_draws_is_told_of(
 
 
 def losses_of(tensor_size: int, recompute: str, zero_stage: int = 0) -> list[float]:
-    """Of two steps, of micro-batches of one sample."""
+    """The losses of two steps, of micro-batches of one sample."""
     section = hf_section("opt", DROPOUT["opt"], recompute_granularity=recompute)
     state = tiny_state(mesh_of_ranks(tensor_size), section, zero_stage=zero_stage)
     found = []
@@ -283,7 +283,7 @@ def losses_of(tensor_size: int, recompute: str, zero_stage: int = 0) -> list[flo
 
 
 def test_dropout_that_torch_draws_is_of_samples_alone(gloo: Pool) -> None:
-    """Of those of a micro-batch: another step draws others, and each rank of a model the same."""
+    """It depends on the samples of a micro-batch: another step draws others, each rank the same."""
     (wanted,) = gloo.run(1, losses_of, 1, "none")
     for layout in ((2, "full"), (1, "none", 3)):
         for found in gloo.run(2, losses_of, *layout):
@@ -296,8 +296,8 @@ def test_a_mask_of_documents_in_place_of_a_window_is_refused() -> None:
         model.embed(on_device(of_documents(samples(2)), CPU))
 
 
-# What is dropped, by the plan whose dropout is of neither the whole nor a rank's share of it: the
-# output of a layer is cut, or heads are others than config.json has.
+# Modules whose dropout acts on neither the whole nor a rank's share of it, by the plan: the output
+# of a layer is cut, or the heads are others than config.json has.
 CUT_DROPOUT = {
     "transformer.h.0.mlp.dropout": """
 "*.mlp.c_fc" = { style = "column", gather = true }
@@ -375,7 +375,7 @@ def test_cut_models_generate_what_the_whole_does(gloo: Pool) -> None:
         assert all(found.values()), found
 
 
-# Of the second layer: what an MLP begins with.
+# Modules of the second layer that begin an MLP.
 UP = {
     "gpt2": "model.transformer.h.1.mlp.c_fc",
     "llama": "model.model.layers.1.mlp.up_proj",
@@ -384,7 +384,7 @@ UP = {
 
 
 def names_of_faults(tensor_size: int) -> dict[str, list[str]]:
-    """What is said where one rank's weight is another, and where its output is infinite."""
+    """Errors where one rank's weight is another, and where its output is infinite."""
     mesh, found = mesh_of_ranks(tensor_size), {}
     is_last = mesh.control.rank == mesh.control.size - 1
     for model, name in UP.items():

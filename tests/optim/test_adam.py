@@ -88,7 +88,7 @@ def own_run(tensor_size: int, config: OptimizerConfig) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
 def test_three_steps_equal_torch_s_optimizers_by_default(gloo: Pool, optimizer: Optimizer) -> None:
-    """Which decay every parameter, biases and norms too; Adam by a part of the gradient."""
+    """They decay every parameter, biases and norms too; Adam by a part of the gradient."""
     config = OptimizerConfig(
         weight_decay=1e-2,
         clip_grad=0.5,

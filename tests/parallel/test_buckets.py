@@ -127,7 +127,7 @@ class Mixed(nn.Module):
 
 
 def check_torchs_modules_on_cut_rows() -> None:
-    """Of which the user has said that their gradients are partial over the tensor axis, too."""
+    """The user has said that their gradients are partial over the tensor axis, too."""
     mesh, whole = mesh_of_ranks(2, sequence_parallel=True), Mixed(serial_mesh())
     model = Mixed(mesh)
     assert "norm.weight" in str(refusal(lambda: GradientBuckets(model)))
@@ -335,7 +335,7 @@ def clipped(dtype: torch.dtype) -> tuple[float, list[Tensor]]:
 def test_the_norm_of_all_shards_is_clipped(
     gloo: Pool, world: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """Of our layers beside torch's, over a tensor and a data axis."""
+    """Our layers are beside torch's, over a tensor and a data axis."""
     close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
     norm, gradients = clipped(dtype)
     assert norm > 0.5
@@ -525,7 +525,7 @@ def test_reduction_overlaps_the_backward(gloo: Pool) -> None:
 
 
 def order_of_a_layer(sequence_parallel: bool) -> list[str]:
-    """What the backward of a layer cut by columns does, in order."""
+    """The events in the backward of a layer that is cut by columns, in order."""
     mesh = mesh_of_ranks(dist.get_world_size(), sequence_parallel=sequence_parallel)
     layer = ColumnParallelLinear(mesh, 4, 8, std=1.0)
     materialize(layer, device=CPU, dtype=torch.float32, seed=0)
@@ -550,7 +550,7 @@ def test_the_sum_of_f_begins_before_the_gradient_of_the_weight_is_computed(
 
 
 def order_of_a_compiled_layer(sequence_parallel: bool) -> list[str]:
-    """What a compiler is given as the backward of a layer cut by columns."""
+    """The backward of a layer that is cut by columns, as a compiler gets it."""
     mesh = mesh_of_ranks(dist.get_world_size(), sequence_parallel=sequence_parallel)
     layer, seen = ColumnParallelLinear(mesh, 4, 8, std=1.0), list[str]()
     materialize(layer, device=CPU, dtype=torch.float32, seed=0)

@@ -39,7 +39,7 @@ class Strides(NamedTuple):
     shares: bool = False  # whether elements of x share memory
 
     def whole(self, seed: int) -> Tensor:
-        """Of integers, so that sums are exact."""
+        """A tensor of integers, so that sums are exact."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(-99, 99, self.shape, generator=generator).double()
 

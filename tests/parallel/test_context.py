@@ -36,7 +36,7 @@ KINDS = ("a2a", "p2p")
 CPU = torch.device("cpu")
 # Lengths of the documents of each sample: of 1, 2 and all tokens; cuts lie on multiples of 2.
 DOCUMENTS = ((1, 2, 1, 4, 8), (SEQUENCE,), (2, 2, 2, 2, 8), (7, 8, 1))
-# Real tokens of each sample. Of 4 ranks two or three have nothing but padding.
+# Real tokens of each sample. Two or three of 4 ranks have nothing but padding.
 LENGTHS = (4, 2, 3, 1)
 
 
@@ -159,7 +159,7 @@ def packed(count: int) -> GPT2Batch:
 
 
 def padded(count: int) -> BertBatch:
-    """Of lengths LENGTHS; each sample's first token is masked."""
+    """A batch with the lengths LENGTHS; each sample's first token is masked."""
     batch = bert_samples(count)
     is_real = np.arange(SEQUENCE) < np.array(LENGTHS[:count])[:, None]
     mask = np.zeros_like(batch.loss_mask)

@@ -41,7 +41,7 @@ def test_a_matmul_by_onednn_is_exact(by_columns: bool, turned: bool, biased: boo
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_widened_matmul_is_exact_but_for_one_rounding(dtype: torch.dtype) -> None:
-    """Of narrow dtypes that the processor cannot multiply."""
+    """The dtypes are half ones that the processor cannot multiply."""
     x, weight, bias = (draw(*shape, dtype=dtype) for shape in ((N, IN), (OUT, IN), (OUT,)))
     exact = F.linear(x.double(), weight.double(), bias.double())
     found = onednn.matmul_widened(x, weight, bias).double()

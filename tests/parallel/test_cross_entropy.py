@@ -113,7 +113,7 @@ def test_the_loss_of_logits_equals_torchs(gloo: Pool, size: int) -> None:
 
 
 def best_tokens(dtype: torch.dtype) -> list[int]:
-    """Of logits with ties within a rank's columns and between ranks, and of padding above all."""
+    """The logits have ties within a rank's columns and between ranks, and padding above all."""
     axis = axis_of_all()
     whole = torch.zeros(7, 12, dtype=dtype)
     whole[:, 10:] = PADDING
@@ -325,7 +325,7 @@ def traffic() -> list[tuple[str, tuple[int, ...]]]:
 
 
 def test_the_loss_communicates_the_size_of_the_tokens(gloo: Pool) -> None:
-    """Of the softmax, and of x what the backward of any layer cut by columns sums."""
+    """The softmax's sums, and the sum of dx that the backward of any column layer has."""
     expected = [
         ("allreduce_", shape)
         for rows in (padded_rows(18), TOKENS - padded_rows(18))

@@ -62,7 +62,7 @@ NUMBERS, PLACES = torch.tensor([0, 7, 2**40]), torch.tensor([0, 1, 5])
 
 
 def test_a_mask_is_the_hash_that_the_file_says() -> None:
-    """Of every coordinate; another one would change the losses of a run that is resumed."""
+    """A hash of every coordinate; another one would change the losses of a run that is resumed."""
     keys = fold(layer_key(3, "here"), row_keys(NUMBERS, PLACES))
     found, own = mask(keys, range(2, 9)), derive_seed(3, "dropout", "here")
     rows = [(number, place) for number in NUMBERS.tolist() for place in PLACES.tolist()]
@@ -77,7 +77,7 @@ def test_a_mask_is_the_hash_that_the_file_says() -> None:
 
 
 def test_a_rank_computes_its_part_alone() -> None:
-    """Of more numbers than are hashed at once."""
+    """The rank has more numbers than are hashed at once."""
     keys = fold(layer_key(1, "a"), row_keys(torch.arange(25), torch.arange(9)))
     x = torch.ones(len(keys), 3 * CHUNK // len(keys))
     whole = dropout(x, keys, 0.3)

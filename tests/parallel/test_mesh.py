@@ -80,7 +80,7 @@ def rank_of(world: int, rank: int, **sizes: int) -> Iterator[Mesh]:
 
 
 def test_unions_join_the_ranks_that_the_table_says() -> None:
-    """Of pipeline 3, data 2, context 2, tensor 2, the slowest first: rank 22 is at 2, 1, 1, 0."""
+    """Pipeline 3, data 2, context 2, tensor 2, the slowest first: rank 22 is at 2, 1, 1, 0."""
     with rank_of(24, 22, pipeline=3, context=2, tensor=2) as mesh:
         assert mesh.coordinates == {"pipeline": 2, "data": 1, "context": 1, "tensor": 0}
         assert mesh.describe_rank() == "pipeline 2, data 1, context 1, tensor 0"
@@ -114,7 +114,7 @@ def test_the_first_rank_of_any_stage_needs_no_ranks() -> None:
 
 
 def test_one_rank_counts_for_all_that_hold_a_shard() -> None:
-    """Of pipeline 3, data 2, tensor 2: who owns what, along the model and along all axes."""
+    """Pipeline 3, data 2, tensor 2: who owns what, along the model and along all axes."""
     for rank in range(12):
         with rank_of(12, rank, pipeline=3, tensor=2) as mesh:
             place = tuple(mesh.coordinates.values())
@@ -162,7 +162,7 @@ def test_unions_of_each_mode_have_the_axes_of_their_paper() -> None:
         assert tuple(mesh.size(name) for name in names) == wanted, mode
 
 
-# What one rank says, and all do
+# Messages of one rank, and of all
 
 
 def fail_on(failing: tuple[int, ...]) -> int:

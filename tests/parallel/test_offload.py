@@ -176,7 +176,7 @@ def test_checkpoints_resume_with_and_without(precision: str, tmp_path: Path) -> 
 
 
 def device_bytes() -> int:
-    """Of storages that some tensor of this process has, but for copies on the host."""
+    """Bytes of the storages that tensors of this process have, without copies on the host."""
     found = live_memories()
     host = {each.untyped_storage().data_ptr() for each in on_host}
     return sum(size for address, size in found.items() if address not in host)

@@ -1,6 +1,6 @@
 """A model that was not written for parallel layers, cut by a plan, is the model in fp64: output,
-gradient of its input, every gradient. What its code would compute wrongly is refused by name; its
-weights go in and out by its own names."""
+gradient of its input, every gradient. A model whose code would compute wrongly is refused by name;
+its weights go in and out by its own names."""
 
 import re
 import warnings
@@ -119,7 +119,7 @@ def residual(m: Layers, x: Tensor) -> Tensor:
 
 
 def between(m: Layers, x: Tensor) -> Tensor:
-    """What the siblings read is written to in between."""
+    """The tensor that siblings read is written to in between."""
     with torch.no_grad():
         x = torch.tanh(x)
         one = m.gate(x)
@@ -188,7 +188,7 @@ def of_tokens(forward: Callable[[Layers, Tensor], Tensor]) -> Case:
     return Case(lambda: nn.Sequential(nn.Tanh(), with_gate(forward, bias=True)), plan)
 
 
-# Of each of these the result is that of one process.
+# Plans whose result is that of one process.
 RIGHT = {
     "a pair": Case(pair, PAIR),
     "a pattern of parameters": Case(pair, {"*up.weight": Column(), "*down.weight": Row()}),
@@ -301,7 +301,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def built(make: Callable[[], nn.Module]) -> nn.Module:
-    """Of the same random weights on every rank, in fp64."""
+    """A model with the same random weights on every rank, in fp64."""
     torch.manual_seed(3)
     model = make().double()
     for parameter in model.parameters():
@@ -430,7 +430,7 @@ def test_a_module_may_be_called_without_the_model(gloo: Pool) -> None:
     assert max(gloo.run(2, check_twice_on_a_leaf)) < 1e-12
 
 
-# What a plan does not cut rightly
+# Plans that do not cut rightly
 
 
 class Doubled(nn.Linear):
@@ -481,7 +481,7 @@ def using(read: Callable[[Any, Tensor], Any], plan: Plan = PAIR) -> Case:
 
 
 ATTENTION = partial(nn.MultiheadAttention, HIDDEN, 4, batch_first=True)
-# Of each of these the plan, or at the latest the forward, raises an error that names this.
+# Models for which the plan, or at the latest the forward, raises an error that names this.
 REFUSED = {
     "F.linear": ("up.weight", using(lambda m, x: F.linear(x, m.up.weight))),
     "a bias": ("up.bias", using(lambda m, x: m.up(x) + m.up.bias)),
@@ -622,7 +622,7 @@ def check_refused() -> list[str]:
 
 
 def parts(model: nn.Module) -> list[Any]:
-    """What `parallelize` changes of a model."""
+    """The parts of a model that `parallelize` changes."""
     return [
         (type(each), {k: v for k, v in vars(each).items() if isinstance(v, int)}, own)
         for each in model.modules()

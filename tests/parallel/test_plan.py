@@ -51,7 +51,7 @@ def test_a_style_in_text(text: str, style: Style) -> None:
 
 
 def test_a_plan_in_text_keeps_its_order() -> None:
-    """Of several patterns that fit the last one holds."""
+    """The last of several patterns that fit holds."""
     names = ["z*", "a*", "m"]
     assert [*read_plan("\n".join(f'"{name}" = "column"' for name in names))] == names
 

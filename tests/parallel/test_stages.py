@@ -57,7 +57,7 @@ class Sentences(Batch):
 
 
 def micro_batch(number: int, step: int = 0) -> Sentences:
-    """Of two samples; each has another length and another mask."""
+    """Two samples; each has another length and another mask."""
     random = np.random.default_rng([step, number])
     tokens = random.integers(WORDS, size=(2, 3 + number % 3))
     return Sentences(tokens=tokens, counted=random.integers(2, size=tokens.shape).astype(float))
@@ -256,7 +256,7 @@ def plain_run(weights: dict[str, Tensor]) -> Found:
 
 
 def joined(ranks: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Of all stages; what several ranks have is equal on them."""
+    """The gradients of all stages; those that several ranks have are equal on them."""
     table: dict[str, Tensor] = {}
     for own in ranks:
         for name, value in own.items():
@@ -398,7 +398,7 @@ def test_a_stage_without_parameters(gloo: Pool) -> None:
 
 
 class Counts(PipelineStage):
-    """What it returns has as many rows as the batch counts: no function of shapes."""
+    """Its result has as many rows as the batch counts: no function of shapes."""
 
     def forward(self, batch: Any, *inputs: Tensor) -> Any:
         return inputs[0][batch.counted.flatten() > 0]

@@ -90,7 +90,7 @@ def test_layer_norm(dtype: torch.dtype, offset: float, spread: float) -> None:
     norm, x = norm_case(dtype, offset, spread)
     weight, bias = norm.weight.double(), norm.bias.double()
     expected = layer_norm(x.double(), weight, bias)
-    # What is taken from x in the mean is as inexact as x is large.
+    # The mean that is subtracted from x is as inexact as x is large.
     size = ((expected - bias).abs() + weight.abs()) * (1 + offset / spread) + bias.abs()
     assert excess(norm(x), expected, size, wide_of(dtype)) <= 1
     if dtype in HALF:

@@ -65,7 +65,7 @@ def trained(
 
 
 def check_bits() -> None:
-    """Of a sum of several micro-batches stages 2 and 3 add other terms first."""
+    """Stages 2 and 3 add the terms of several micro-batches in another order."""
     mesh = mesh_of_ranks(1)
     for dtype, count in ((torch.bfloat16, 1), (torch.bfloat16, 2), (torch.float16, 1)):
         wanted, wanted_weights, norms = trained(mesh, 0, dtype, count)

@@ -1,7 +1,7 @@
 """A Slurm of this machine alone: munged, slurmctld and nodes, each on a port of its own.
 
 All that they write is in one folder, and nothing of the system's own Slurm, if it has one, is used
-or changed. What belongs to the cluster is known by SLURM_CONF in its environment, which daemons,
+or changed. The cluster's processes are known by SLURM_CONF in their environment, which daemons,
 steps and ranks inherit.
 """
 
@@ -178,13 +178,13 @@ class Cluster:
         )
 
     def ask(self, *command: str) -> str:
-        """What a command that has to succeed printed."""
+        """The output of a command that has to succeed."""
         ended = self.run(*command)
         assert ended.returncode == 0, (command, ended.stdout, ended.stderr)
         return ended.stdout.strip()
 
     def states(self) -> list[str]:
-        """Of the nodes; [] while nobody answers."""
+        """The states of the nodes; [] while nobody answers."""
         return self.run("sinfo", "--noheader", "--Node", "--format=%T").stdout.split()
 
     def are_idle(self) -> bool:

@@ -158,7 +158,7 @@ def as_node(program: Path) -> None:
 
 
 def node(folder: Path, text: str) -> AbstractContextManager[Run]:
-    """Of a job of this node alone, with two ranks of this program, which do not outlive it."""
+    """A job of this node alone, with two ranks of this program, which do not outlive it."""
     program = folder / "rank.py"
     program.write_text(text)
     return start_ranks(partial(as_node, program), [0], 1, folder)

@@ -101,7 +101,7 @@ def make_examples(head: Head, count: int, seed: int) -> list[Example]:
 
 
 def make_example(head: Head, random: np.random.Generator) -> Example:
-    """Which of two tokens it has; which option has the one; which part has it at both ends."""
+    """The label: which of two tokens it has; which option has the one; which part has it twice."""
     if head == "classifier":
         label = int(random.integers(2))
         return Example((_sequence(random, [KEY, ALIKE][label]),), (label,))

@@ -1,4 +1,4 @@
-"""What the fine-tuned tasks read: pairs as BERT reads them, and the checks of the input."""
+"""The input of fine-tuned tasks: pairs as BERT reads them, and the checks of the input."""
 
 import string
 import warnings

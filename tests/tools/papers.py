@@ -102,7 +102,7 @@ def forked(name: str, commands: Sequence[runner.Command], output: Path) -> None:
 
 
 def shell(*words: object) -> str:
-    """What bash prints with these words, in the root of the repository and with this Python first
+    """The output of bash for these words, in the root of the repository and with this Python first
     on the path; it has to end well."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     ended = subprocess.run(

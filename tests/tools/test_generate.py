@@ -1,7 +1,7 @@
 """tools/generate.py: its text against transformers', its records, prompts and what it refuses of
 them, and lines that are typed at a terminal, into a pipe or to several processes.
 
-What is drawn, and how, also at several layouts, is tested in tests/inference/test_generate.py.
+tests/inference/test_generate.py tests what is drawn, and how, also at several layouts.
 """
 
 import json

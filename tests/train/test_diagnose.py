@@ -1,4 +1,4 @@
-"""What a run that stops for a number that is not finite says of it: module, rank, samples."""
+"""The report of a run that stops for a number that is not finite: module, rank, samples."""
 
 from collections.abc import Callable
 
@@ -42,7 +42,7 @@ def infinite_output(state: TrainState, module: nn.Module) -> None:
 
 
 def infinite_gradient(state: TrainState, module: nn.Module) -> None:
-    """Of the output, in the third micro-batch."""
+    """The gradient of the output is infinite, in the third micro-batch."""
 
     def spoil(gradient: Tensor) -> Tensor:
         return gradient * torch.inf if is_third_micro_batch(state) else gradient
@@ -81,7 +81,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "product": (large_weight, f"the output of {UP}"),
 }
 
-# What is not finite in the end, for the faults that any dtype can have.
+# The result that is not finite in the end, for the faults that any dtype can have.
 WHAT = {"output": "loss", "gradient": "gradient", "weight gradient": "gradient"}
 Diagnosis = tuple[str, str, str, str]
 """(what is not finite in the end, where it was first seen, the rank, the message)"""
@@ -90,7 +90,7 @@ Diagnosis = tuple[str, str, str, str]
 def diagnoses(
     tensor_size: int | str, bad: tuple[int, int], zero: int, offloads: bool
 ) -> dict[str, set[Diagnosis]]:
-    """Of each fault, with and without recomputed activations."""
+    """The diagnoses of each fault, with and without recomputed activations."""
     mesh = mesh_of_ranks(tensor_size)
     settings = torch.float32, zero, offloads
     return {
@@ -133,7 +133,7 @@ def diagnosis(
     zero: int = 0,
     offloads: bool = False,
 ) -> Diagnosis:
-    """What the second step raises, where the rank at (replicas, tensor) coordinates goes wrong."""
+    """The error of the second step, where the rank at (replicas, tensor) coordinates goes wrong."""
     config = tiny_section(
         recompute_granularity=granularity, hidden_dropout=0.1, cpu_offload_activations=offloads
     )
@@ -199,7 +199,7 @@ def test_a_context_rank_is_named(gloo: Pool, layout: str, zero: int) -> None:
 
 
 def test_the_rank_at_fault_is_named(gloo: Pool) -> None:
-    """What tensor rank 1 computes reaches rank 0 in the next all-reduce, of the layer after."""
+    """Values of tensor rank 1 reach rank 0 in the next all-reduce, of the layer after."""
     for found in gloo.run(2, narrow_diagnoses, (0, 1)):
         for fault, (_, what, place, _) in zip(("weight", "product"), found, strict=True):
             assert (what, place) == (FAULTS[fault][1], "data 0, tensor 1")

@@ -53,7 +53,7 @@ class BertSplit:
 
 
 def losses_of_seven(tensor_size: int | str, micro_batch_size: int) -> dict[str, float]:
-    """Of a GPT-2 and of a BERT."""
+    """The losses of a GPT-2 and of a BERT."""
     mesh, losses = mesh_of_ranks(tensor_size), {}
     for config, data in (
         (tiny_section(hidden_dropout=0.5), Split()),
@@ -89,7 +89,7 @@ class Recorded(Split):
 
 
 def read_until_a_stop(layout: str) -> list[int]:
-    """Of 100 samples, where the last rank wants to stop before its third group."""
+    """Numbers read of 100 samples, where the last rank wants to stop before its third group."""
     mesh = parse_layout(layout).mesh(torch.device("cpu"))
     stages = mesh.pipeline.size
     pipeline = PipelinePlan(stages, 1, "1f1b", partition(2, stages, head=0.0))
@@ -108,7 +108,7 @@ def test_evaluation_stops_on_all_ranks(gloo: Pool) -> None:
 
 
 def sent_by(rank: int) -> list[tuple[str, tuple[int, ...]]]:
-    """What one of two ranks sends to evaluate seven samples in ZeRO stage 3: the first has four."""
+    """The traffic of one of two ranks that evaluate seven samples at ZeRO 3: the first has four."""
     with rank_of(2, rank) as mesh:
         state = tiny_state(mesh, zero_stage=3)
         with Communication() as communication:

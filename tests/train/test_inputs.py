@@ -31,7 +31,7 @@ BERT = "BertWordPieceLowerCase"
 
 
 def open_kind(kind: str, folder: Path, *more: str) -> Inputs:
-    """Of 20 documents, each of other tokens."""
+    """Inputs of 20 documents, each of other tokens."""
     words = [*SHAPE.split(), "--train-iters=1", "--seq-length=16", "--data-path", f"{folder}/p"]
     ids = np.arange(6)
     if kind == "gpt2":

@@ -1,5 +1,5 @@
-"""What a machine lacks: memory, where one message says what helps; a compiler; a precision that all
-ranks have. And the commit that a record names."""
+"""Needs that a machine lacks: memory, where one message says what helps; a compiler; a precision
+that all ranks have. Also the commit that a record names."""
 
 import ctypes
 import re

@@ -181,7 +181,7 @@ def step(state: TrainState, number: int = 0, **more: Any) -> StepResult:
 
 
 def overflow(ranks: int, bad: int, fault: str) -> test_step.Skip:
-    """Of a run in fp16."""
+    """The skip of a run in fp16."""
     precision = PrecisionConfig(fp16=True, initial_loss_scale="256", hysteresis=1)
     state = staged(ranks, dtype=torch.float16, precision=precision)
     return test_step.overflow(state, fault, state.mesh.pipeline.rank == bad)
@@ -210,7 +210,7 @@ def outputs(ranks: int, order: str = "") -> Outputs:
 
 
 def whole_of_two() -> TrainState:
-    """What two stages have, in one process."""
+    """The model of two stages, in one process."""
     return tiny_state(serial_mesh(), tiny_section(num_layers=3))
 
 
@@ -265,7 +265,7 @@ def test_the_stage_that_spoils_the_others_is_named(gloo: Pool, kind: str, name: 
 
 
 def first_weight() -> str:
-    """What is found first, after a good step, where a weight of either stage is no number."""
+    """The first value found, after a good step, where a weight of either stage is no number."""
     state = staged(2)
     step(state, 0)
     state.scaler = LossScaler()
@@ -284,7 +284,7 @@ def test_the_first_stage_with_a_nan_weight_is_named(gloo: Pool) -> None:
 
 
 def load_with_a_surplus(folder: Path) -> str:
-    """What is wrong with a checkpoint that has a weight no stage knows."""
+    """The error for a checkpoint that has a weight no stage knows."""
     state = staged(2)
     stray = TensorSlice("model.stray", ShardingSpec(shape=(1,)), torch.zeros(1))
     slices = [*state.slices(), *[stray] * state.mesh.is_first]
@@ -312,7 +312,7 @@ def test_ranks_with_other_stages_are_refused(gloo: Pool) -> None:
 
 
 def drift_of_a_tie(ranks: int) -> tuple[Drift | None, Drift | None]:
-    """Of a run, and where a bit of the last stage's word embedding is flipped then."""
+    """The drift of a run, and after a bit of the last stage's word embedding is flipped."""
     state = staged(ranks)
     step(state)
     before = test_replicas.found(state, [])

@@ -139,7 +139,7 @@ def spoil(state: TrainState, name: str, sign: int = 1) -> None:
 def drifts_of(
     layout: int | str, bad: tuple[int, int], dtype: torch.dtype, names: list[str], zero: int = 0
 ) -> list[Drift | None]:
-    """What is found where the rank `bad`, (replicas, tensor), has changed each of these alone."""
+    """The finding where the rank `bad`, (replicas, tensor), has changed each of these alone."""
     state, drifts = trained(layout, dtype, zero_stage=zero), []
     batches = micro_batches(samples(4), state.mesh, 1)
     is_bad = (state.mesh.replicas.rank, state.mesh.tensor.rank) == bad

@@ -121,7 +121,7 @@ def overflows_on_one_rank(tensor_size: int, bad: tuple[int, int]) -> list[Skip]:
 
 
 def overflow(state: TrainState, fault: str, is_bad: bool) -> Skip:
-    """Of a run whose second step overflows, and whose third does not."""
+    """The skip of a run whose second step overflows, and whose third does not."""
     step(state, 0)
     before = tensors(state)
     hook = FAULTS[fault](state) if is_bad else None
@@ -251,7 +251,7 @@ def test_a_batch_without_a_counted_token_is_an_error() -> None:
 
 
 def test_a_mean_may_be_over_less_than_one() -> None:
-    """Of a user's weights, say: loss and gradient are divided by the same number."""
+    """The denominator is a sum of a user's weights: loss and gradient are divided by the same."""
     batch = samples(2)
     light = replace(batch, loss_mask=batch.loss_mask / 64)
     whole, small = (

@@ -33,7 +33,7 @@ from tests.tiny import VOCABULARY, mesh_of_ranks, samples, save_state, tiny_sect
 
 
 def write_checkpoint(directory: Path, tokenizer: Tokenizer, *, attached: bool = True) -> Path:
-    """Of 4 heads."""
+    """The model has 4 heads."""
     facts = {"config": asdict(settings()), "vocab_size": 261, "data": []}
     files = tokenizer.files if attached else {}
     return make_checkpoint(directory, 2, files, tokenizer=tokenizer.fingerprint, **facts)
@@ -231,7 +231,7 @@ def test_a_checkpoint_at_the_target_leaves_nothing_to_train(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the data set and the logs of `train`."""
+    """The folder of the data set and the logs of `train`."""
     return tmp_path_factory.mktemp("resume")
 
 
@@ -293,7 +293,7 @@ def test_folders_of_the_first_rank_hold(gloo: Pool, tmp_path: Path) -> None:
 
 
 def start_where_folders_differ(places: list[Path], names: tuple[str, ...]) -> tuple[str, int]:
-    """Of each rank in a folder of its own."""
+    """The start of each rank in a folder of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(places[torch.distributed.get_rank()])
         run = start(tuple(map(Path, names)))

@@ -1,4 +1,4 @@
-"""What a run says of its speed: FLOPs as the planner counts them, the peak, time by phase."""
+"""The speed of a run: FLOPs as the planner counts them, the peak, time by phase."""
 
 import json
 from itertools import pairwise

@@ -140,7 +140,7 @@ FAULTS = {
 
 
 def message(ended: list[Ended]) -> str:
-    """What the one rank that prints the cause wrote, less the stacks of a stall."""
+    """The text of the one rank that prints the cause, less the stacks of a stall."""
     texts = [each.text for each in ended]
     if any("no progress for" in text for text in texts):
         told = [text[text.index("no progress") :] for text in texts if "no progress" in text]
@@ -263,7 +263,7 @@ if last:
     assert ended == [Ended(0, f"{[4.0] * 3} {column} {rows} {twice} {table}\n")] * 2
 
 
-# Who is behind, from where each rank stands: t = 2, d = 2.
+# The ranks that are behind, from where each rank stands: t = 2, d = 2.
 GROUPS = [
     {"tensor": [rank - rank % 2, rank - rank % 2 + 1], "data": [rank % 2, rank % 2 + 2]}
     | {"control": [0, 1, 2, 3]}

@@ -1,4 +1,4 @@
-"""What ZeRO divides is divided: bytes of live tensors between steps, and most of them in a step. In
+"""ZeRO divides its tensors: bytes of live tensors between steps, and most of them in a step. In
 stage 3 the weights of a layer are gathered while the one before it computes."""
 
 import gc
@@ -104,7 +104,7 @@ def hold(precision: str, stage: int) -> Held:
     with patch.object(GradientBuckets, "for_master_weights", make):
         state = tiny_state(mesh_of_ranks(1), SECTION, dtype=DTYPES[precision], zero_stage=stage)
     sums = Sums()
-    # What the kernels of CPUs take for a moment depends on the processor.
+    # The memory that kernels of CPUs take for a moment depends on the processor.
     plain = patch("megatron.parallel.kernels.use_cpu_kernels", new=False)
     with plain, patch("megatron.parallel.bucket.start_sum", sums.start):
         step(state)

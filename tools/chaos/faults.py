@@ -46,7 +46,7 @@ class Start(Protocol):
         """Kill all processes of the start and wait for their end."""
 
     def text(self) -> str:
-        """What it has printed."""
+        """The text that it has printed."""
 
 
 class NotInjected(Exception):  # noqa: N818
@@ -55,7 +55,7 @@ class NotInjected(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Target:
-    """What a fault is done to. rank: the drawn one; None if it is done to all. facts: what the
+    """The target of a fault. rank: the drawn one; None if the fault is done to all. facts: what the
     cause has to name; the injection adds to them."""
 
     start: Start

@@ -40,7 +40,7 @@ def verdict(report: Mapping[str, Any]) -> str:
 
 
 def summary(report: Mapping[str, Any]) -> str:
-    """What the program prints at its end."""
+    """The text that the program prints at its end."""
     wall, seconds = report["wall_seconds"], report["seconds"]
     rows = [(kind, duration(each), percent(each / wall)) for kind, each in seconds.items()]
     lines = [
@@ -93,7 +93,7 @@ def timeline(report: Mapping[str, Any]) -> Iterator[Figure]:
 
 
 def _name(fault: Mapping[str, Any]) -> str:
-    """Of its mark in the drawing."""
+    """The id of its mark in the drawing."""
     return f"fault{fault['number']}"
 
 
@@ -146,7 +146,7 @@ def kinds(report: Mapping[str, Any]) -> Table:
 
 
 def parts(report: Mapping[str, Any]) -> Table:
-    """Of starts, where the record of the run has them."""
+    """The parts of starts, where the record of the run has them."""
     starts = report["start_seconds"]
     names = dict.fromkeys(name for start in starts for name in start)
     values = {name: [start[name] for start in starts if name in start] for name in names}

@@ -1,4 +1,4 @@
-"""What happens in a rank, as a callback of the training: a line of JSON for each event.
+"""The events of a rank, written by a callback of the training: a line of JSON for each.
 
 Each rank appends lines to rank_R.jsonl in the folder that the variable CHAOS_EVENTS names:
 

@@ -18,7 +18,7 @@ KINDS = (
     "flip_weight",
 )  # fmt: skip
 TARGETS = {"kill": ("all", "launcher"), "terminate": ("all", "launcher"), "stop": ("all",)}
-"""What else than one rank these kinds hit."""
+"""Targets, other than one rank, that these kinds hit."""
 TIMED = ("stop", "slow")
 """Kinds that last for some seconds."""
 

@@ -153,7 +153,7 @@ def _lives(pid: int) -> bool:
 
 @dataclass
 class Row:
-    """What became of a fault. Times are those of time.monotonic().
+    """The outcome of a fault. Times are those of time.monotonic().
 
     begin, until: of the injection; over: when the ranks that it was done to had ended, or when the
     run had gone on. ended: whether the ranks ended. facts: what the cause has to name, see
@@ -234,7 +234,7 @@ class Events:
                     self.saves += event["event"] == "save" and event["at"] == "end"
 
     def phase(self, since: float) -> str:
-        """What rank 0 does; "start" without a line since this moment."""
+        """The phase of rank 0; "start" if it has written no line since this moment."""
         last = self.of_first[-1] if self.of_first else None
         return phase_of(None if last is None or last["time"] < since else last)
 
@@ -261,7 +261,7 @@ def _checked(line: bytes, file: Path, number: int) -> Event:
 
 
 def phase_of(event: Event | None) -> str:
-    """What a rank does after its last event: start, train, evaluation, save or end."""
+    """The phase of a rank after its last event: start, train, evaluation, save or end."""
     if event is None or event["event"] == "start":
         return "start"
     if event["event"] in ("evaluation", "save") and event["at"] == "begin":

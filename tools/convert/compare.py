@@ -87,7 +87,7 @@ class Outputs:
 
 
 def _our_tokens(model: Any, mesh: Mesh, prompt: Prompt) -> Logits:
-    """Of an unmodified model, whose rotary frequencies become fp64, too."""
+    """The logits of an unmodified model, whose rotary frequencies become fp64, too."""
     with Wide():
         return {"tokens": model.model.double()(input_ids=prompt.tokens, use_cache=False).logits}
 

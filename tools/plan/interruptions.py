@@ -161,8 +161,8 @@ def _counts(table: Mapping[str, Any]) -> bool:
 def measured(run: Path) -> dict[str, tuple[float, str]]:
     """{time: (seconds, source)} of a run: medians of its saves, its logged steps, and the starts
     that resumed it (all its starts if none did); of an --output of tools.chaos, also the mean
-    seconds until a fault that ended it was noticed. What its record lacks is left out. Raises
-    UsageError where there is no record."""
+    seconds until a fault that ended it was noticed. Times that its record lacks are omitted.
+    Raises UsageError where there is no record."""
     report = run / "report.json"
     faults = json.loads(report.read_text()).get("faults") if report.is_file() else None
     file = record_of(run if faults is None else run / "run")

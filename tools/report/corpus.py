@@ -165,7 +165,7 @@ def accounting_of(corpus: Mapping[str, Facts]) -> Table:
 
 
 def accounting(accounts: Sequence[Accounting]) -> Table:
-    """What each step wrote, and under it what the step dropped and why."""
+    """The documents that each step wrote, and under them those that it dropped and why."""
     first = accounts[0].before
     rows: list[tuple[str | Share, ...]] = [
         ("Raw", whole(documents(first)), size(text_bytes(first)), NONE)
@@ -276,7 +276,7 @@ def headline(steps: Sequence[Step], accounts: Sequence[Accounting]) -> list[Numb
 
 
 def sources_of(accounts: Sequence[Accounting]) -> Counts:
-    """What each source had when it first appeared, the largest first."""
+    """The counts of each source when it first appeared, the largest first."""
     first: Counts = {}
     for account in accounts:
         first = account.after | account.before | first

@@ -17,7 +17,7 @@ def write_jsonl(path: Path, records: list[dict[str, Any]]) -> Path:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Of a file, or of all shards of a folder."""
+    """The records of a file, or of all shards of a folder."""
     files = find_shards([path]) if path.is_dir() else [path]
     records = []
     for file in files:

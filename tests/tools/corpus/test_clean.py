@@ -26,7 +26,7 @@ ENGLISH = "The quick brown fox jumps over the lazy dogs and cats. " * 12
 GERMAN = "Das ist ein kurzer Text in deutscher Sprache, der hier nicht bleiben darf. " * 20
 NUMBERS = "1234 5678 9012 3456 " * 60
 
-# What ftfy looks for, and what surrounds it; surrogates stand alone and in pairs.
+# Signs that ftfy looks for, and what surrounds them; surrogates stand alone and in pairs.
 FRAGMENTS = [
     *"\n\r\t\f\v\x00\x07\x1c\x1f\x7f\x80\x85\x92\x9f\xa0\xad\u200b\u2028\u2029\ufeff\ufffd\ufffe",
     *"<>&#;'\"?! aZ9\u2018\u2019\u201a\u201b\u201c\u201d\u201e\u201f\u02bc\u2013\u2014\u2026",
@@ -94,7 +94,7 @@ def test_repair_is_ftfys_on_lines_that_it_takes_in_pieces(place: int) -> None:
 def test_ftfy_uncurls_easy_lines_and_does_no_more() -> None:
     """Any four of the characters in a row, beside one of each kind of ASCII that ftfy tells apart.
 
-    What it looks for that is longer than four has letters of other alphabets in its first four.
+    Signs longer than four that it looks for have letters of other alphabets in their first four.
     """
     symbols = [*CURLY, *UNTOUCHED, *"aZ1 .?-"]
     text = "".join(itertools.chain.from_iterable(itertools.product(symbols, repeat=4)))

@@ -50,7 +50,7 @@ def corpus(seed: int, originals: int, share: float) -> Records:
 
 
 def similarities(records: Records, shingle: Shingle = "char5") -> dict[tuple[int, int], float]:
-    """Of all pairs, by brute force."""
+    """The similarities of all pairs, by brute force."""
     shingler = Shingler(shingle, 0)
     sets = [set(shingler.shingle_set(record["text"]).tolist()) for record in records]
     return {

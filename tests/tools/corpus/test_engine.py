@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def calls(folder: Path) -> list[str]:
-    """What was called since this was asked last."""
+    """The calls since this was asked last."""
     done = (folder / "calls").read_text().splitlines()
     (folder / "calls").write_text("")
     return done
@@ -42,7 +42,7 @@ def refused_field(settings: Settings) -> str:
 
 @pytest.fixture
 def expected(tmp_path: Path) -> dict[str, bytes]:
-    """What an undisturbed run on tmp_path/in writes."""
+    """The files that an undisturbed run on tmp_path/in writes."""
     run(toy(corpus(tmp_path / "in"), tmp_path / "expected"))
     calls(tmp_path / "in")
     return content(tmp_path / "expected")
@@ -108,7 +108,7 @@ def test_a_changed_file_redoes_its_units_and_all_that_follows(tmp_path: Path) ->
                              *(f"number {unit.name}" for unit in units)]  # fmt: skip
 
 
-# What fills the folder, or changes input, output or settings afterwards.
+# Functions that fill the folder, or change input, output or settings afterwards.
 Change = Callable[[Path, Path], Any]
 
 

@@ -90,7 +90,7 @@ def write_settings(folder: Path) -> None:
 
 
 def documents(count: int = 100) -> list[dict[str, Any]]:
-    """Of two sources: near-duplicates, copies, short and German ones, equal ids and none."""
+    """Documents of two sources: near-duplicates, copies, short and German ones, equal ids, none."""
     records: list[dict[str, Any]] = []
     for k in range(count):
         record = {"text": passage(k), "id": f"id-{k}", "n": k, "source": ("cc", "web")[k % 2]}
@@ -174,7 +174,7 @@ Undisturbed = Callable[[Step], tuple[list[Path], Path]]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """Of a step its input, and the output of a run that nothing disturbs, which is made once."""
+    """A step's input, and the output of a run that nothing disturbs, which is made once."""
 
     @cache
     def run(step: Step) -> tuple[list[Path], Path]:

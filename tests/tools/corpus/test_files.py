@@ -383,7 +383,7 @@ def test_millions_of_bad_lines_are_listed_in_order_in_little_memory() -> None:
 
 
 def counts_of(kept: int, dropped: int, pieces: int) -> DocumentCounts:
-    """Of five documents that came in."""
+    """Counts of five documents that came in."""
     record = {"text": "a", "source": "s"}
     accounting = DocumentCounts(pieces=pieces)
     for _ in range(5):

@@ -19,7 +19,7 @@ ALWAYS = {  # what each takes at least
     "harvest": "--output x",
     "plan": "", "run": "",
 }  # fmt: skip
-# Of each row the last flag is refused.
+# The last flag of each row is refused.
 LAST = """
 clean --workers 0 | clean --unit 32 | clean --unit 99B | clean --unit fast | clean --memory 999B
 clean --memory 0 | clean --shard 2/2 | clean --shard one | clean --shard 0/2 --overwrite

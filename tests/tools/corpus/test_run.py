@@ -199,7 +199,7 @@ EVALUATION = "[clean]\n[decontaminate]\nevaluation = ['{}']\ntitles = ['{}']\n"
         (EXTRACT, "", "[extract.a] input"),
         ("[dedup]\n[dedup.seed]\n", "", "[dedup] seed"),
         ("[dedup\n", "", ""),
-        # What a later step would miss is named before the first.
+        # A file that a later step would miss is named before the first.
         ("[dedup]\n", "input = ['/none/x.jsonl']\n", "input /none/x.jsonl"),
         ("[split]\n[tokenise]\nvocab_file = '/none/v'\n", "", "[tokenise] vocab_file /none/v"),
         ("[split]\n[tokenise]\n", "", "[tokenise] vocab_file"),

@@ -201,7 +201,7 @@ def test_evaluated_text_is_not_trained_on() -> None:
 
 
 def stages_of(machine: Machine = CPU, **settings: Any) -> dict[str, Stage]:
-    """Of the quickstart."""
+    """The stages of the quickstart."""
     found = quickstart.list_stages(quickstart.Settings(**settings), machine)
     return {stage.name: stage for stage in found}
 

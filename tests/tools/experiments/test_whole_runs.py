@@ -137,7 +137,7 @@ def test_learning_curves(tmp_path: Path) -> None:
     assert max(theirs["gaps"]) < 2e-5
     first, second = runs_of(settings(10, *learning_curves.MASKS))
     assert first["losses"][0] != second["losses"][0]  # other elements are dropped
-    # Of the same weights and samples.
+    # They have the same weights and samples.
     assert first["losses"][0] == pytest.approx(second["losses"][0], rel=0.02)
     assert second["ratio"] == second["validation_loss"] / first["validation_loss"]
 

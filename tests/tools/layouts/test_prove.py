@@ -60,7 +60,7 @@ PHI3 = {
     "*.gate_up_proj": {"style": "column", "parts": 2},
     "*.down_proj": "row",
 }
-# Whose activation takes a mean and a deviation over all gates.
+# Its activation takes a mean and a deviation over all gates.
 GEMMA3N = QWEN3 | {"*.mlp.[gu]*_proj": {"style": "column", "gather": True}}
 MODERNBERT = {
     "*.[qkv]_proj": "column",
@@ -97,7 +97,7 @@ RIGHT: Mapping[str, Mapping[str, Any]] = {
 AUTO = ("gpt2", "bert", "opt", "gemma2", "apertus", "doge", "gemma3n_text")
 # Among them some with dropout.
 DROPPING = ("gpt2", "auto gpt2", "auto bert", "gathered", "dropout of all heads")
-# Whose FLOPs are compared; these alone run at both sizes.
+# Models whose FLOPs are compared; these alone run at both sizes.
 DIVIDED = ("gpt2", "gpt_neox", "auto gemma2")
 # Those with several ranks a key/value head, and those that have what others have not.
 AT_4_RANKS = (

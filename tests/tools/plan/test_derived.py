@@ -1,4 +1,4 @@
-"""What is derived of a step equals what the whole model does: its collectives and FLOPs exactly,
+"""The derived figures of a step equal those of the whole model: its collectives and FLOPs exactly,
 its memory within 5 %."""
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_collectives_are_those_of_the_model(name: str, ranks: int, flags: str) -
             key = call.axis, "backward" if phase == "recomputation" else phase
             calls[key] += times
             sizes[key] += times * call.bytes
-    # What ranks agree on behind the backward is not counted: terms of the loss, then the norm.
+    # The ranks' agreement after the backward is not counted: terms of the loss, then the norm.
     terms = 2 if "bert" in name else 1
     for axis, size in (("tensor", 3 * 8), ("data", (1 + terms) * 8)):
         calls[axis, "agreement"] -= step.model.rings[axis].ranks > 1
@@ -110,7 +110,7 @@ LAYOUTS: dict[str, tuple[int, str, str, tuple[str, ...]]] = {
     "context, d2 c2": (4, "fp32", f"{CONTEXT} 2 --global-batch-size 4", (GPT2, BERT, LLAMA)),
     "ring, c2 t2": (4, "fp32", f"{RING} 2 {TENSOR} 2 --global-batch-size 2", (AGAIN, BERT)),
     "ring, c4": (4, "bf16", f"--bf16 {RING} 4 --global-batch-size 2", (GPT2,)),
-    # Of two micro-batches.
+    # The next ones have two micro-batches.
     "2d": (4, "fp32", f"{GRID} 2d {TENSOR} 4 --global-batch-size 4", (GPT2, BERT, LLAMA)),
     "2d, zero 1": (
         8, "fp32", f"{GRID} 2d {TENSOR} 4 --zero-stage 1 --global-batch-size 8", (LLAMA,)
@@ -124,7 +124,7 @@ LAYOUTS: dict[str, tuple[int, str, str, tuple[str, ...]]] = {
 
 
 def sent_by_train_step(steps: list[Step]) -> list[Counts]:
-    """Of a real one of each, on this rank."""
+    """The counts of a real step of each, on this rank."""
     found = []
     for step in steps:
         mesh = mesh_of(step.config)
@@ -244,7 +244,7 @@ def test_gpt2_xl_on_four_ranks_takes_what_is_planned_of_stage_3(
     with patch("megatron.parallel.bucket.start_sum", sums.start), on_meta(meter, "cpu"):
         forward_backward(state, batches(config), torch.ones(2, dtype=torch.float64, device=META))
     assert sum(each.nbytes for each in lasting) == sum(step.lasting.values())
-    # What the layers keep and compute is less than 5 % of that.
+    # Tensors that the layers keep and compute are less than 5 % of that.
     assert meter.peak == pytest.approx(step.in_flight, rel=0.05)
     planned = sum((each for phase, each in step.calls.items() if phase != "agreement"), Counter())
     found = sum((each.calls for each in meter.work.values()), Counter[Call]())
@@ -329,8 +329,8 @@ def test_a_step_allocates_what_is_planned(
     cut: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a rank whose neighbours are fake: what it gathers takes memory all the same."""
-    # What oneDNN copies in fp32, on some processors and 6 MB at most, is not planned.
+    """A rank whose neighbours are fake: the tensors that it gathers take memory all the same."""
+    # Copies that oneDNN makes in fp32, on some processors and 6 MB at most, are not planned.
     monkeypatch.setattr("megatron.parallel.cpu.onednn.is_faster_by_onednn", lambda: False)
     flags = f"{RECOMPUTED} {granularity} --micro-batch-size {batch} --global-batch-size 16 {cut}"
     flags += f" {TENSOR} {tensor} {DROPS[1]} --num-layers 3"

@@ -42,7 +42,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def planned(tmp_path: Path, arguments: str, *more: str) -> dict[str, Any]:
-    """What the JSON says; that the plan fits is the exit status, too."""
+    """The content of the JSON; the exit status also says that the plan fits."""
     file = tmp_path / "plan.json"
     status = plan.main([*shlex.split(arguments), *more, "--json", str(file)], {})
     found: dict[str, Any] = json.loads(file.read_text())
@@ -227,7 +227,7 @@ def test_days_and_cost(words: str, iterations: int, cost: float | None, tmp_path
 
 
 def checked(words: list[str]) -> None:
-    """What is refused before anything is planned."""
+    """The checks that refuse a run before anything is planned."""
     if words[0] == "schedule":
         plan.main(words, {})
         return
@@ -453,7 +453,7 @@ def matmul_flops(step: Step) -> int:
 
 
 def sent(step: Step, axis: str) -> Counter[tuple[int, int, bool]]:
-    """Of each (bytes, passes, whether a matmul runs beside it) how many calls."""
+    """How many calls there are of each (bytes, passes, whether a matmul runs beside it)."""
     found = Counter[tuple[int, int, bool]]()
     for call, times in sum(step.calls.values(), Counter[Call]()).items():
         if call.axis == axis:

@@ -144,7 +144,7 @@ QUICK = replace(V100, memory_bandwidth=1e30)  # so that hidden calls keep nothin
 
 
 def zero_step(stage: int) -> Step:
-    """Of 12 layers on 8 ranks, in two micro-batches."""
+    """A step of 12 layers on 8 ranks, in two micro-batches."""
     flags = f"--micro-batch-size 2 --global-batch-size 32 --fp16 --no-bf16 --zero-stage {stage}"
     return Step(preset("gpt2_124m", flags), 8, "fp16")
 
@@ -357,8 +357,8 @@ KINDS = {"gpipe": 1, "zb-h1": 1 / 3, "interleaved": 1 / 2}  # idle moments, besi
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
-    """Of 2 layers on each rank it is the last one, which has the head; the first and the last
-    micro-batch go alone through the other three."""
+    """The last of ranks with 2 layers each is the slowest, as it has the head; the first and the
+    last micro-batch go alone through the other three."""
     twelve, more = small(UNIFORM, "96"), small(UNIFORM, "192")
     found, longer = predict(twelve, A100), predict(more, A100)
     last = twelve.stages[-1]

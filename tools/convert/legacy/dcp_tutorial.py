@@ -18,8 +18,8 @@ is the name if it saved that of torch.distributed.checkpoint.state_dict.get_stat
 optimizer counts one step more than the scheduler if the first save came before the first step. The
 number of updates is the scheduler's count, or without its file the optimizer's.
 
-What is read is data (see `pickles`). An export's .metadata and scheduler are pickles by torch's own
-save, because the script's own loading requires it.
+Files are read as data (see `pickles`). An export's .metadata and scheduler are pickles by torch's
+own save, because the script's own loading requires it.
 """
 
 from __future__ import annotations

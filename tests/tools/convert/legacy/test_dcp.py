@@ -1,5 +1,5 @@
-"""A run of source C's script goes on here, and one of ours there: weights, moments, schedule. What
-is hostile, damaged or of something else is refused."""
+"""A run of source C's script goes on here, and one of ours there: weights, moments, schedule.
+Hostile, damaged and other files are refused."""
 
 import contextlib
 import json

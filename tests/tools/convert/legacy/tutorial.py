@@ -23,7 +23,7 @@ from tests.tiny import samples
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN, POSITIONS, VOCABULARY = 2, 96, 12, 3, 384, 64, 263
 WARMUP, STEPS, LR, BATCH = 4, 20, 1e-2, 4
-# Of the tutorial's own values some are the defaults of this project or of torch.
+# Some of the tutorial's own values are the defaults of this project or of torch.
 BASE, MIN_LR, BETAS, EPS, DECAY = 5000.0, 1e-4, (0.85, 0.95), 1e-6, 0.05
 
 

@@ -66,8 +66,8 @@ TRICKY = [
 def categories() -> list[list[str]]:
     """All assigned characters that can be encoded, by their Unicode category.
 
-    Of what is not assigned in the Unicode of Python, gigatoken takes 4,657 characters for letters,
-    those of newer versions, which the reference does not know.
+    gigatoken takes 4,657 characters that the Unicode of Python does not assign for letters: those
+    of newer versions, which the reference does not know.
     """
     found = defaultdict(list)
     for code in range(sys.maxunicode + 1):

@@ -96,13 +96,13 @@ def read(prefix: str) -> list[list[list[int]]]:
 
 
 def documents(texts: list[str], *end: int) -> list[list[list[int]]]:
-    """What `read` gives for documents of the BPE."""
+    """The ids that `read` gives for documents of the BPE."""
     tokenizer = GPT2BPETokenizer("vocab.json", "merges.txt")
     return [[[*ids, *end]] for ids in tokenizer.encode_batch(texts)]
 
 
 def sentences(texts: list[str]) -> list[list[list[int]]]:
-    """What `read` gives for sentences of the WordPiece."""
+    """The ids that `read` gives for sentences of the WordPiece."""
     tokenizer = build_tokenizer(LOWER_CASE, "vocab.txt", None)
     return [tokenizer.encode_batch(split_sentences(text)) for text in texts]
 
