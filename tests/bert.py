@@ -6,13 +6,13 @@ import numpy as np
 
 from megatron.config.model import BertConfig
 from megatron.data.bert import BertBatch
-from tests.tiny import SEQUENCE, VOCABULARY, tiny_section
+from tests.tiny import SEQUENCE, VOCABULARY, tiny_config
 
 MASK = VOCABULARY - 1  # the id that stands for a hidden token
 
 
-def bert_section(order: Any = "pre-ln", **changes: Any) -> BertConfig:
-    settings = {**vars(tiny_section()), "activation": "gelu", "residual_order": order}
+def bert_config(order: Any = "pre-ln", **changes: Any) -> BertConfig:
+    settings = {**vars(tiny_config()), "activation": "gelu", "residual_order": order}
     return BertConfig(**(settings | changes))
 
 

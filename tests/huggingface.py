@@ -122,7 +122,7 @@ def described(name: str, **changes: Any) -> str:
     return json.dumps(DESCRIBED[name] | changes)
 
 
-def hf_section(name: str, of_hf: dict[str, Any] | None = None, **settings: Any) -> Any:
+def hf_config(name: str, of_hf: dict[str, Any] | None = None, **settings: Any) -> Any:
     """The settings of a model; of_hf: changes of config.json."""
     kind = "huggingface-masked" if name in MASKED else "huggingface"
     make = resolve_name(find_kind(kind).config)

@@ -7,7 +7,7 @@ from megatron.config.model import LlamaConfig
 from tests.tiny import SEQUENCE
 
 
-def llama_section(**changes: Any) -> LlamaConfig:
+def llama_config(**changes: Any) -> LlamaConfig:
     settings: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 48,

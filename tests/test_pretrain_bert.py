@@ -78,16 +78,14 @@ def test_layouts_agree_and_resuming_is_exact(data: Path, tmp_path: Path) -> None
 
 def test_the_samples_are_those_that_the_flags_ask_for(data: Path) -> None:
     vocabulary = str(data.with_name("vocab.txt"))
-    section = BertDataConfig(data_path=(str(data),), vocab_file=vocabulary, seq_length=16)
-    plain = open_bert_data(section, 1)[1].train.batch(range(40)).tokens
+    config = BertDataConfig(data_path=(str(data),), vocab_file=vocabulary, seq_length=16)
+    plain = open_bert_data(config, 1)[1].train.batch(range(40)).tokens
     settings = {"mask_prob": 0.4, "short_seq_prob": 0.9, "max_ngram_size": 1, "seq_length": 12}
     for name, value in settings.items():
-        other = (
-            open_bert_data(replace(section, **{name: value}), 1)[1].train.batch(range(40)).tokens
-        )
+        other = open_bert_data(replace(config, **{name: value}), 1)[1].train.batch(range(40)).tokens
         assert other.shape != plain.shape or (other != plain).any(), name
     for seed in (1, 2):
-        again = open_bert_data(section, seed)[1].train.batch(range(40)).tokens
+        again = open_bert_data(config, seed)[1].train.batch(range(40)).tokens
         assert (again == plain).all() == (seed == 1)
 
 

@@ -23,7 +23,7 @@ from megatron.models.build import build_on_meta
 from megatron.models.registry import find_kind
 from pretrain import main
 from tests.data.samples import write_data, write_data_of_tokenizer, write_sentences, write_wordpiece
-from tests.huggingface import DESCRIBED, DROPOUT, HIDDEN, hf_section, write_folder
+from tests.huggingface import DESCRIBED, DROPOUT, HIDDEN, hf_config, write_folder
 from tests.programs import finished, pretrain, refused_before_torch, values_of
 from tests.refusals import field_of, refused
 from tests.tiny import VOCABULARY
@@ -230,21 +230,21 @@ def test_a_run_goes_on_at_another_layout(model: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_few_layers_stand_for_alike_ones(changes: dict[str, Any], are_alike: bool) -> None:
-    section = hf_section("gemma2", {"layer_types": [], "num_hidden_layers": 4, **changes})
-    assert section.of_depth(4).described == section.described
+    config = hf_config("gemma2", {"layer_types": [], "num_hidden_layers": 4, **changes})
+    assert config.of_depth(4).described == config.described
     with nullcontext() if are_alike else pytest.raises(UsageError):
-        found = section.of_depth(3)
+        found = config.of_depth(3)
         assert found.num_layers == 3
         assert len(found.described["layer_types"]) in (0, 3)
 
 
 def test_a_run_goes_on_by_its_plan_or_one_of_the_same_forms(tmp_path: Path) -> None:
     """A square matrix that is held transposed has the same shape."""
-    saved = hf_section("gpt2", plan=OTHER)
-    assert hf_section("gpt2").completed(lambda: asdict(saved)) == saved
+    saved = hf_config("gpt2", plan=OTHER)
+    assert hf_config("gpt2").completed(lambda: asdict(saved)) == saved
     checkpoint = Checkpoint(tmp_path, {"config": {"model": asdict(saved)}, "forms": layouts(saved)})
-    hf_section("gpt2").check_layouts(layouts(hf_section("gpt2")), checkpoint)
-    whole = hf_section("gpt2", plan='"*.c_fc" = "column"\n"*.mlp.c_proj" = "row"\n')
+    hf_config("gpt2").check_layouts(layouts(hf_config("gpt2")), checkpoint)
+    whole = hf_config("gpt2", plan='"*.c_fc" = "column"\n"*.mlp.c_proj" = "row"\n')
     with pytest.raises(UsageError) as refused:
         whole.check_layouts(layouts(whole), checkpoint)
     assert refused.value.flag == "--plan"
@@ -252,16 +252,16 @@ def test_a_run_goes_on_by_its_plan_or_one_of_the_same_forms(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("model", ["bloom", "mixtral"])
 def test_several_ranks_ask_for_a_plan(model: str) -> None:
-    section, device = hf_section(model), torch.device("meta")
-    build_on_meta(section, absent_mesh({}, device), VOCABULARY)
+    config, device = hf_config(model), torch.device("meta")
+    build_on_meta(config, absent_mesh({}, device), VOCABULARY)
     with pytest.raises(UsageError) as refused:
-        build_on_meta(section, absent_mesh({"tensor": 2}, device), VOCABULARY)
+        build_on_meta(config, absent_mesh({"tensor": 2}, device), VOCABULARY)
     assert refused.value.flag == "--hf-model"
 
 
-def layouts(section: Any) -> dict[str, list[int]]:
+def layouts(config: Any) -> dict[str, list[int]]:
     mesh = absent_mesh({}, torch.device("meta"))
-    return layouts_of(build_on_meta(section, mesh, VOCABULARY))
+    return layouts_of(build_on_meta(config, mesh, VOCABULARY))
 
 
 def test_every_rank_refuses_alike(tmp_path: Path) -> None:

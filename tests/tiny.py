@@ -41,7 +41,7 @@ SEQUENCE = 16
 GRANULARITIES = get_args(RecomputeGranularity)
 
 
-def tiny_section(**changes: Any) -> GPT2Config:
+def tiny_config(**changes: Any) -> GPT2Config:
     settings: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 32,
@@ -66,18 +66,18 @@ def mesh_of_ranks(tensor_size: int | str, *, sequence_parallel: bool = False) ->
 
 
 def tiny_model(
-    mesh: Mesh, section: GPT2Config | None = None, *, dtype: torch.dtype = torch.float64
+    mesh: Mesh, config: GPT2Config | None = None, *, dtype: torch.dtype = torch.float64
 ) -> GPT2:
     """A model whose every parameter, biases and norms too, is random."""
-    section = section or tiny_section()
-    model: GPT2 = build_model(section, mesh, VOCABULARY, seed=SEED, dtype=dtype)
+    config = config or tiny_config()
+    model: GPT2 = build_model(config, mesh, VOCABULARY, seed=SEED, dtype=dtype)
     scatter_weights(model, tiny_weights(model))
     return model
 
 
 def tiny_state(
     mesh: Mesh,
-    section: GPT2Config | None = None,
+    config: GPT2Config | None = None,
     optimizer: OptimizerConfig | None = None,
     precision: PrecisionConfig | None = None,
     *,
@@ -88,9 +88,9 @@ def tiny_state(
 ) -> TrainState:
     """A run at step 0 with the weights of `tiny_model`."""
     optimizer = optimizer or OptimizerConfig(weight_decay=0.1, clip_grad=0.5)
-    section, precision = section or tiny_section(), precision or PrecisionConfig()
+    config, precision = config or tiny_config(), precision or PrecisionConfig()
     state = build_state(
-        section,
+        config,
         mesh,
         VOCABULARY,
         seed=seed,

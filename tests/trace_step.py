@@ -20,7 +20,7 @@ from megatron.parallel import kernels
 from megatron.train.pretrain import pretrain
 from megatron.train.step import train_step
 from tests.dist import Pool
-from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_section, tiny_state
+from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_config, tiny_state
 
 ROOT = Path(__file__).resolve().parents[1]
 Calls = set[tuple[str, str]]  # (file of megatron/, function)
@@ -53,7 +53,7 @@ def calls_of(function: Callable[[], object]) -> Calls:
 
 def calls_of_a_step() -> Calls:
     mesh = mesh_of_ranks(2)
-    state = tiny_state(mesh, tiny_section(attention_dropout=0.1, hidden_dropout=0.1))
+    state = tiny_state(mesh, tiny_config(attention_dropout=0.1, hidden_dropout=0.1))
     batches = micro_batches(samples(4), mesh, 2)
     return calls_of(lambda: train_step(state, batches, 1e-3))
 

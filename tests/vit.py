@@ -13,7 +13,7 @@ from tests.tiny import VOCABULARY
 SIDE, PATCH = 12, 3  # 16 patches
 
 
-def vit_section(**changes: Any) -> ViTConfig:
+def vit_config(**changes: Any) -> ViTConfig:
     settings: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 32,

@@ -16,7 +16,7 @@ from megatron.checkpoint.save import Saver, SaveReport
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
-from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_section, tiny_state
+from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_config, tiny_state
 
 SHARD = "shard_00000.safetensors"
 SAVE_FILE = "megatron.checkpoint.save.save_file"  # of safetensors, which opens the file itself
@@ -25,7 +25,7 @@ BOTH = pytest.mark.parametrize("asynchronous", [False, True])
 
 def fresh(tensor_size: int = 1, **changes: Any) -> TrainState:
     mesh = mesh_of_ranks(tensor_size)
-    return tiny_state(mesh, tiny_section(**changes), dtype=torch.bfloat16)
+    return tiny_state(mesh, tiny_config(**changes), dtype=torch.bfloat16)
 
 
 def saver_into(

@@ -37,7 +37,7 @@ from tests.checkpoint.saving import (
 )
 from tests.dist import Pool
 from tests.refusals import field_of, refusal
-from tests.tiny import mesh_of_ranks, tiny_section, tiny_state
+from tests.tiny import mesh_of_ranks, tiny_config, tiny_state
 
 # Every call that a save makes on the file system, and of which file.
 CALLS = {
@@ -216,7 +216,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 def plain(**changes: Any) -> TrainState:
-    return tiny_state(mesh_of_ranks(1), tiny_section(**changes), dtype=torch.float32)
+    return tiny_state(mesh_of_ranks(1), tiny_config(**changes), dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")

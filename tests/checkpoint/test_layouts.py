@@ -54,7 +54,7 @@ from tests.tiny import (
     samples,
     save_state,
     summed_loss,
-    tiny_section,
+    tiny_config,
     tiny_state,
 )
 from tools.layouts.layout import parse_layout
@@ -73,11 +73,11 @@ Tensors = dict[str, Tensor]
 def state_at(name: str, dtype: torch.dtype, seed: int = SEED, dropout: float = 0.0) -> TrainState:
     """Parts start at multiples of 64 elements, which cut rows of 24."""
     rates = {"hidden_dropout": dropout, "attention_dropout": dropout}
-    layout, section = parse_layout(name), tiny_section(hidden_size=24, **rates)
+    layout, config = parse_layout(name), tiny_config(hidden_size=24, **rates)
     parallel = TrainingParallelConfig(**layout.settings)
-    plan = plan_pipeline(parallel, section, seq_length=SEQUENCE, vocab_size=VOCABULARY)
+    plan = plan_pipeline(parallel, config, seq_length=SEQUENCE, vocab_size=VOCABULARY)
     mesh, settings = layout.mesh(torch.device("cpu")), {"pipeline": plan, "seed": seed}
-    return tiny_state(mesh, section, dtype=dtype, zero_stage=layout.zero, **settings)
+    return tiny_state(mesh, config, dtype=dtype, zero_stage=layout.zero, **settings)
 
 
 def train_at(state: TrainState, steps: int) -> list[float]:
@@ -266,7 +266,7 @@ def test_weights_match_by_name_but_for_what_is_allowed(tmp_path: Path) -> None:
     before, masters = whole(state), whole(saved)
     error = refusal(lambda: state.load_weights(path, missing=["final_norm"]))
     assert "final_norm.bias" in str(error)
-    larger = tiny_state(mesh_of_ranks(1), tiny_section(num_layers=3))
+    larger = tiny_state(mesh_of_ranks(1), tiny_config(num_layers=3))
     error = refusal(lambda: larger.load_weights(path, surplus=["transformer"]))
     assert "transformer.layers.2" in str(error)
     state.load_weights(path, missing=["final_norm"], surplus=["final_norm"])

@@ -30,7 +30,7 @@ from tests.dist import Pool
 from tests.programs import assert_equal_bits, finished, lines_of, newest, pretrain
 from tests.refusals import refusal
 from tests.test_faults import DROPOUT, PLAIN, SPLIT, at_call, die, flags, flip_in_step_3
-from tests.tiny import mesh_of_ranks, tiny_section, tiny_state
+from tests.tiny import mesh_of_ranks, tiny_config, tiny_state
 
 FILES = {"vocab.json": b"{}", "merges.txt": b""}
 TWO_HOSTS = ("host_0", "host_0", "host_1", "host_1")  # of the ranks
@@ -45,8 +45,8 @@ def shared_memory(folder: Path) -> Iterator[None]:
 
 
 def fresh(tensor_size: int, zero: int = 0) -> TrainState:
-    section, mesh = tiny_section(), mesh_of_ranks(tensor_size)
-    return tiny_state(mesh, section, dtype=torch.float32, zero_stage=zero)
+    config, mesh = tiny_config(), mesh_of_ranks(tensor_size)
+    return tiny_state(mesh, config, dtype=torch.float32, zero_stage=zero)
 
 
 def facts_of(state: TrainState) -> dict[str, Any]:

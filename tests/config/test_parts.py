@@ -23,7 +23,7 @@ from megatron.train.step import train_step
 from tests.dist import Pool
 from tests.programs import lines_of
 from tests.refusals import field_of, refusal
-from tests.tiny import SEED, VOCABULARY, mesh_of_ranks, micro_batches, samples, tiny_section
+from tests.tiny import SEED, VOCABULARY, mesh_of_ranks, micro_batches, samples, tiny_config
 from tools.plan.absent import absent_mesh
 
 HERE = "tests.config.test_parts:"
@@ -121,8 +121,8 @@ def slim_norm(mesh: Any, hidden_size: int) -> torch.nn.Module:
     ],
 )
 def test_a_layer_that_does_not_fit_is_refused(layer: str, named: str) -> None:
-    section = tiny_section(layers=(layer,))
-    error = refusal(lambda: build_on_meta(section, serial_mesh(), VOCABULARY))
+    config = tiny_config(layers=(layer,))
+    error = refusal(lambda: build_on_meta(config, serial_mesh(), VOCABULARY))
     assert field_of(error) == "--layers"
     assert named in str(error)
 
@@ -155,7 +155,7 @@ def one_number(x: Tensor, axis: Any) -> Tensor:
 def norms(layout: str, zero: int, reduction: str) -> list[float]:
     mesh = mesh_of_ranks(layout)
     state = build_state(
-        tiny_section(), mesh, VOCABULARY, seed=SEED, zero_stage=zero, reduction=reduction
+        tiny_config(), mesh, VOCABULARY, seed=SEED, zero_stage=zero, reduction=reduction
     )
     steps = [micro_batches(samples(8, first=8 * n), mesh, 2) for n in range(2)]
     return [train_step(state, each, 1e-3).grad_norm for each in steps]

@@ -17,10 +17,10 @@ from megatron.parallel.mesh import serial_mesh
 from megatron.train.compiled import StepGraph, compile_layers, use_own_stream
 from megatron.train.state import TrainState, build_state
 from megatron.train.step import count, forward_backward, train_step
-from tests.bert import bert_samples, bert_section
+from tests.bert import bert_config, bert_samples
 from tests.checkpoint.saving import load
-from tests.llama import llama_section
-from tests.tiny import samples, save_state, tiny_section, tiny_state, whole_gradients
+from tests.llama import llama_config
+from tests.tiny import samples, save_state, tiny_config, tiny_state, whole_gradients
 from tests.tools.plan.counted import batches, preset
 from tests.train.test_compiled import again
 from tools.plan.hardware import load_hardware
@@ -31,9 +31,9 @@ DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "attention_dropout_rng
 WIDE = {"hidden_size": 256, "num_attention_heads": 4}
 pytestmark = pytest.mark.gpu
 KINDS: dict[str, tuple[Any, Any]] = {
-    "gpt2": (tiny_section(**WIDE, **DROPS, recompute_granularity="selective"), samples),
-    "bert": (bert_section(**WIDE, **DROPS), bert_samples),
-    "llama": (llama_section(**WIDE, num_query_groups=2, ffn_hidden_size=512), samples),
+    "gpt2": (tiny_config(**WIDE, **DROPS, recompute_granularity="selective"), samples),
+    "bert": (bert_config(**WIDE, **DROPS), bert_samples),
+    "llama": (llama_config(**WIDE, num_query_groups=2, ffn_hidden_size=512), samples),
 }
 
 
@@ -47,8 +47,8 @@ def first_steps(
 ) -> tuple[list[float], Tensor]:
     """(the losses of three steps; all gradients of the first, flat, fp64 on the CPU)."""
     torch._dynamo.reset()
-    section, draw = KINDS[kind]
-    state = tiny_state(serial_mesh(device), section, dtype=dtype)
+    config, draw = KINDS[kind]
+    state = tiny_state(serial_mesh(device), config, dtype=dtype)
     if compiled:
         compile_for(state)
     batch = [draw(4, first=4 * number) for number in range(2)]
@@ -104,8 +104,8 @@ def waits_are_errors(device: torch.device) -> Iterator[list[torch.Size]]:
 def test_a_step_waits_once(device: torch.device, kind: str) -> None:
     """For loss, norm and votes together."""
     torch._dynamo.reset()
-    section, draw = KINDS[kind]
-    state = tiny_state(serial_mesh(device), section, dtype=torch.bfloat16)
+    config, draw = KINDS[kind]
+    state = tiny_state(serial_mesh(device), config, dtype=torch.bfloat16)
     batch = [draw(4), draw(4, first=4)]
     if device.type == "cuda":
         compile_for(state)
@@ -122,14 +122,14 @@ def test_a_graph_repeats_a_step(
 ) -> None:
     """With other samples each time, once of another size; and the host reads once."""
     torch._dynamo.reset()
-    section, draw = KINDS[kind]
+    config, draw = KINDS[kind]
     found = []
     if device.type == "cuda":  # the state of the graph is made on a stream of its own
         request.addfinalizer(partial(torch.cuda.set_stream, torch.cuda.current_stream()))
     for graph in (None, StepGraph() if device.type == "cuda" else StepGraph(record=again)):
         if graph is not None:
             use_own_stream(device)
-        state = replace(tiny_state(serial_mesh(device), section, dtype=torch.float32), graph=graph)
+        state = replace(tiny_state(serial_mesh(device), config, dtype=torch.float32), graph=graph)
         if device.type == "cuda":
             compile_for(state)
         found.append(numbers := [])
@@ -169,7 +169,7 @@ def test_a_checkpoint_goes_on_on_another_device(
     device: torch.device, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """From a CPU to the GPU and back, with dropout and compiled layers; all bits are there."""
-    section, tolerance = tiny_section(**DROPS), 1e-5 if dtype == torch.float32 else 2e-2
+    config, tolerance = tiny_config(**DROPS), 1e-5 if dtype == torch.float32 else 2e-2
 
     def steps(state: TrainState, number: int) -> list[float]:
         return [
@@ -177,7 +177,7 @@ def test_a_checkpoint_goes_on_on_another_device(
         ]
 
     def fresh(where: torch.device) -> TrainState:
-        return tiny_state(serial_mesh(where), section, dtype=dtype)
+        return tiny_state(serial_mesh(where), config, dtype=dtype)
 
     stays, moves, back = fresh(CPU), fresh(device), fresh(CPU)
     compile_for(moves)

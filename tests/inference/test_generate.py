@@ -27,7 +27,7 @@ from megatron.models.gpt import GPT2
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import whole_logits
 from tests.dist import Pool
-from tests.tiny import SEQUENCE, VOCABULARY, mesh_of_ranks, samples, tiny_model, tiny_section
+from tests.tiny import SEQUENCE, VOCABULARY, mesh_of_ranks, samples, tiny_config, tiny_model
 
 POSITIONS = 64
 PROMPTS = [[5, 6], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [], [5, 6], [99, 100, 0, 1]]
@@ -41,7 +41,7 @@ Texts = list[list[int]]
 def continued(tensor_size: int | str, sampling: Sampling, batch: int = len(PROMPTS)) -> Texts:
     """The new tokens of PROMPTS, so many of them together."""
     mesh = mesh_of_ranks(tensor_size)
-    config = tiny_section(max_position_embeddings=POSITIONS)
+    config = tiny_config(max_position_embeddings=POSITIONS)
     model = tiny_model(mesh, config, dtype=torch.float32)
     new = []
     for start in range(0, len(PROMPTS), batch):
@@ -79,7 +79,7 @@ FULL = [prompt for prompt in PROMPTS if prompt]  # none of them needs an end mar
 
 def new_tokens(sampling: Sampling, eod: int | None, **others: Any) -> list[list[int]]:
     mesh = mesh_of_ranks(1)
-    model = tiny_model(mesh, tiny_section(max_position_embeddings=POSITIONS))
+    model = tiny_model(mesh, tiny_config(max_position_embeddings=POSITIONS))
     return generate(model.eval(), mesh, FULL, sampling, ends=() if eod is None else [eod], **others)
 
 
@@ -130,7 +130,7 @@ def test_logits_that_are_no_numbers_are_an_error(sampling: Sampling) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.01)])
 def test_narrow_weights_generate_too(dtype: torch.dtype, tolerance: float) -> None:
     mesh = mesh_of_ranks(1)
-    config = tiny_section(max_position_embeddings=POSITIONS)
+    config = tiny_config(max_position_embeddings=POSITIONS)
     narrow, wide = (tiny_model(mesh, config, dtype=d).eval() for d in (dtype, torch.float64))
     with torch.inference_mode():
         logits = [BatchReader(model, FULL, 1).logits() for model in (narrow, wide)]

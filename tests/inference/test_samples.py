@@ -17,7 +17,7 @@ from megatron.train.signals import Stopped
 from megatron.train.state import TrainState
 from tests.dist import Pool
 from tests.refusals import refusal
-from tests.tiny import SEQUENCE, VOCABULARY, mesh_of_ranks, tiny_section, tiny_state
+from tests.tiny import SEQUENCE, VOCABULARY, mesh_of_ranks, tiny_config, tiny_state
 from tests.train.test_callbacks import run
 from tests.train.test_loop import lines
 from tools.layouts.layout import parse_layout
@@ -34,8 +34,8 @@ def state_at(name: str) -> TrainState:
         stages = ranks * layout.virtual
         kind = "interleaved" if layout.virtual > 1 else "1f1b"
         plan = PipelinePlan(ranks, layout.virtual, kind, partition(LAYERS, stages, head=0.0))
-    section = tiny_section(num_layers=LAYERS)
-    return tiny_state(mesh_of_ranks(name), section, pipeline=plan, zero_stage=layout.zero)
+    config = tiny_config(num_layers=LAYERS)
+    return tiny_state(mesh_of_ranks(name), config, pipeline=plan, zero_stage=layout.zero)
 
 
 def written(name: str, batch: int = 2) -> list[list[int]]:

@@ -17,7 +17,7 @@ from tests.models.test_hf_weights import (
     GATED,
     GPT2,
     Case,
-    section_of,
+    config_of,
     state_of,
     write_folder,
 )
@@ -49,8 +49,8 @@ def texts_of(folders: dict[str, str], tensor_size: int) -> dict[str, list[list[l
     """The texts of each model: all prompts in one batch, and each, or the first, alone."""
     found = {}
     for name, folder in folders.items():
-        section = section_of(Path(folder), MODELS[name])
-        state = state_of(section, tensor_size, torch.float64, draws=False)
+        config = config_of(Path(folder), MODELS[name])
+        state = state_of(config, tensor_size, torch.float64, draws=False)
         state.load_folder(folder)
         model, sampling = state.model.eval(), Sampling(max_new_tokens=NEW, temperature=0.0)
         batches = [PROMPTS, *([prompt] for prompt in PROMPTS[: 4 // tensor_size])]

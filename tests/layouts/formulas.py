@@ -107,8 +107,8 @@ class Shape:
 
     @property
     def attended(self) -> int:
-        """Keys that a kernel of attention multiplies a query with, on average. One of a causal ring's
-        c blocks counts whole, and half of each other one."""
+        """Keys that a kernel of attention multiplies a query with, on average. A causal ring has c
+        blocks: one counts whole, each other one by half."""
         return self.s * (self.c + 1) // (2 * self.c) if self.is_ring and self.is_causal else self.s
 
     @property

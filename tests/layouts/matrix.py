@@ -29,12 +29,12 @@ from megatron.train.objectives import Objective, WholeLogitsLoss
 from megatron.train.pipelining import plan_pipeline
 from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward, train_step
-from tests.bert import bert_samples, bert_section
+from tests.bert import bert_config, bert_samples
 from tests.checkpoint.saving import load
 from tests.huggingface import DROPOUT as HF_DROPOUT
-from tests.huggingface import GROUPS, HEADS, HIDDEN, MLP, hf_section
+from tests.huggingface import GROUPS, HEADS, HIDDEN, MLP, hf_config
 from tests.layouts import formulas
-from tests.llama import llama_section
+from tests.llama import llama_config
 from tests.tiny import (
     SEED,
     SEQUENCE,
@@ -42,11 +42,11 @@ from tests.tiny import (
     micro_batches,
     samples,
     save_state,
-    tiny_section,
+    tiny_config,
     tiny_state,
     whole_gradients,
 )
-from tests.vit import vit_samples, vit_section
+from tests.vit import vit_config, vit_samples
 from tools.layouts.layout import Layout, parse_layout
 from tools.layouts.meters import Counts, measure
 
@@ -106,26 +106,26 @@ class Case:
         return (self.unmodified or self.model).startswith("bert")
 
     @property
-    def section(self) -> Any:
+    def config(self) -> Any:
         if self.unmodified:
             settings = {"attention_dropout_rng": "coordinates"}  # on GPUs, too
             settings |= SETTINGS["full"] if "full" in self.options else {}
             drops = HF_DROPOUT[self.unmodified] if "dropout" in self.options else {}
-            return hf_section(self.unmodified, drops, **settings)
+            return hf_config(self.unmodified, drops, **settings)
         changes: dict[str, Any] = {"make_vocab_size_divisible_by": 8, "num_layers": self.layers}
         for option in self.options:
             changes |= SETTINGS.get(option, {})
         if self.model == "gpt2":
-            return tiny_section(**changes)
+            return tiny_config(**changes)
         if self.model.startswith("vit"):
             changes.pop("make_vocab_size_divisible_by")
             pooling = "mean" if self.model == "vit-mean" else "class-token"
-            return vit_section(pooling=pooling, **changes)
+            return vit_config(pooling=pooling, **changes)
         if self.model.startswith("llama"):
             changes = {"untie_embeddings_and_output_weights": False} | changes
             heads = {"num_attention_heads": 4, "num_query_groups": 2}
-            return llama_section(**changes, **(heads if self.model == "llama-even" else {}))
-        return bert_section("post-ln" if self.model == "bert-post-ln" else "pre-ln", **changes)
+            return llama_config(**changes, **(heads if self.model == "llama-even" else {}))
+        return bert_config("post-ln" if self.model == "bert-post-ln" else "pre-ln", **changes)
 
     @property
     def reference(self) -> Case:
@@ -155,7 +155,7 @@ class Case:
     def plan(self, layout: Layout) -> PipelinePlan:
         """The stages of this model there."""
         parallel = TrainingParallelConfig(**layout.settings)
-        return plan_pipeline(parallel, self.section, seq_length=SEQUENCE, vocab_size=VOCABULARY)
+        return plan_pipeline(parallel, self.config, seq_length=SEQUENCE, vocab_size=VOCABULARY)
 
     def objective(self, state: TrainState) -> Objective:
         if "whole-logits" not in self.options:
@@ -228,7 +228,7 @@ def make_state(
     plan = case.plan(layout)
     state = tiny_state(
         mesh,
-        case.section,
+        case.config,
         optimizer,
         precision,
         dtype=dtype,
@@ -351,7 +351,7 @@ def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> fo
     own = plan.layers[stage :: plan.ranks]
     multiple = 1 if case.unmodified else 8  # of rows of the vocabulary on a rank
     parallel = TrainingParallelConfig(**layout.settings)
-    section, t, b = case.section, parallel.side, case.micro_batch_size
+    config, t, b = case.config, parallel.side, case.micro_batch_size
     m = case.samples // (b * parallel.batch_parallel_size(layout.ranks))
     e = 1 if layout.mode == "1d" else layout.size("tensor") // (t * layout.depth)
     replicas = "data"
@@ -360,26 +360,26 @@ def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> fo
     if layout.depth > 1:
         replicas = "copies" if layout.size("data") > 1 else "depth"
     if case.unmodified:
-        section = sizes_of(case)
+        config = sizes_of(case)
     is_vit = case.model.startswith("vit")
     is_ring = layout.size("context") > 1 and layout.cp_comm_type == "p2p"
-    blocks = not is_ring and (section.attention_dropout > 0 or keeps_scores(case, device))
-    head = section.hidden_size // section.num_attention_heads
+    blocks = not is_ring and (config.attention_dropout > 0 or keeps_scores(case, device))
+    head = config.hidden_size // config.num_attention_heads
     if device.type == "cuda" and case.dtype.itemsize < 4 and not blocks:
         head = -(-head // 8) * 8  # with zeros: torch's kernels take multiples of 16 bytes
     return formulas.Shape(
-        kind=section.kind,
+        kind=config.kind,
         unmodified=bool(case.unmodified),
         post_norm=case.model in ("bert-post-ln", "hf-bert"),
-        untied=getattr(section, "untie_embeddings_and_output_weights", False),
-        recompute=section.recompute_granularity,
-        dropout=section.hidden_dropout > 0,
-        layers=sum(map(len, own)) if own else section.num_layers,
-        h=section.hidden_size,
-        a=section.num_attention_heads,
-        g=getattr(section, "query_groups", section.num_attention_heads),
-        f=section.ffn_size,
-        s=section.positions if is_vit else SEQUENCE,
+        untied=getattr(config, "untie_embeddings_and_output_weights", False),
+        recompute=config.recompute_granularity,
+        dropout=config.hidden_dropout > 0,
+        layers=sum(map(len, own)) if own else config.num_layers,
+        h=config.hidden_size,
+        a=config.num_attention_heads,
+        g=getattr(config, "query_groups", config.num_attention_heads),
+        f=config.ffn_size,
+        s=config.positions if is_vit else SEQUENCE,
         b=b,
         m=m,
         t=t,
@@ -397,10 +397,10 @@ def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> fo
         is_last=stage == plan.ranks - 1,
         v=VOCABULARY if is_vit else -(-VOCABULARY // (multiple * t * e)) * multiple * t * e,
         vocabulary=VOCABULARY,
-        positions=section.positions if is_vit else section.max_position_embeddings,
+        positions=config.positions if is_vit else config.max_position_embeddings,
         w=case.dtype.itemsize,
         k=16,
-        q=3 * section.patch_size**2 if is_vit else 0,
+        q=3 * config.patch_size**2 if is_vit else 0,
         class_token=case.model == "vit",
         blocks=blocks,
         head=head,
@@ -416,10 +416,10 @@ def sizes_of(case: Case) -> Any:
     return SimpleNamespace(
         kind={"mistral": "llama"}.get(case.unmodified, case.unmodified),
         untie_embeddings_and_output_weights=case.unmodified in ("llama", "mistral", "gpt_neox"),
-        recompute_granularity=case.section.recompute_granularity,
+        recompute_granularity=case.config.recompute_granularity,
         hidden_dropout=0.0 if is_grouped else drops,
         attention_dropout=drops,
-        num_layers=case.section.num_layers,
+        num_layers=case.config.num_layers,
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
         query_groups=GROUPS if is_grouped else HEADS,

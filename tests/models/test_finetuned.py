@@ -13,7 +13,7 @@ from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import sharding_specs
 from megatron.train.executor import on_device
 from tests import plain
-from tests.bert import bert_samples, bert_section
+from tests.bert import bert_config, bert_samples
 from tests.dist import Pool
 from tests.tiny import SEQUENCE, mesh_of_ranks, tiny_model, tiny_weights
 
@@ -29,20 +29,20 @@ HEADS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def finetuned_section(head: Any) -> FinetunedConfig:
-    section = bert_section("pre-ln")
+def finetuned_config(head: Any) -> FinetunedConfig:
+    config = bert_config("pre-ln")
     labels = ("no", "maybe", "yes") if head == "classifier" else ()
-    return FinetunedConfig(**vars(section), head=head, labels=labels)
+    return FinetunedConfig(**vars(config), head=head, labels=labels)
 
 
 def scores(head: str, tensor_size: int) -> Tensor:
-    model = tiny_model(mesh_of_ranks(tensor_size), finetuned_section(head))
+    model = tiny_model(mesh_of_ranks(tensor_size), finetuned_config(head))
     return model.eval()(inputs(3)).detach()
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_task_heads_equal_plain_modules(gloo: Pool, head: str) -> None:
-    model = tiny_model(serial_mesh(), finetuned_section(head))
+    model = tiny_model(serial_mesh(), finetuned_config(head))
     dense, batch = plain.BERT(tiny_weights(model), 4), bert_samples(3)
     assert any("pooler" in name for name in sharding_specs(model)) == (head != "span")
     x = dense.encode(batch)
@@ -55,8 +55,8 @@ def test_task_heads_equal_plain_modules(gloo: Pool, head: str) -> None:
 
 @pytest.mark.parametrize("head", HEADS)
 def test_dropout_stands_before_the_head_in_training_alone(head: str) -> None:
-    section = replace(finetuned_section(head), hidden_dropout=0.25)
-    model: Any = tiny_model(serial_mesh(), section)
+    config = replace(finetuned_config(head), hidden_dropout=0.25)
+    model: Any = tiny_model(serial_mesh(), config)
     seen: dict[str, Tensor] = {}
     body = model.encoder.final_norm if model.pooler is None else model.pooler
     body.register_forward_hook(lambda each, given, out: seen.update(body=out.detach()))
@@ -72,7 +72,7 @@ def test_dropout_stands_before_the_head_in_training_alone(head: str) -> None:
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scores_of_narrow_formats_are_told_apart(head: str, dtype: torch.dtype) -> None:
-    model: Any = tiny_model(serial_mesh(), finetuned_section(head), dtype=dtype)
+    model: Any = tiny_model(serial_mesh(), finetuned_config(head), dtype=dtype)
     with torch.no_grad():
         model.head.bias.fill_(64)
     found = model(inputs(3))

@@ -18,8 +18,8 @@ from tests.tiny import (
     mesh_of_ranks,
     samples,
     summed_loss,
+    tiny_config,
     tiny_model,
-    tiny_section,
     tiny_weights,
 )
 
@@ -61,8 +61,8 @@ Calls = list[tuple[str, tuple[int, ...]]]
 
 def traffic(granularity: str) -> tuple[Calls, Calls]:
     """All collectives of (forward and loss, backward)."""
-    section = tiny_section(num_layers=LAYERS, recompute_granularity=granularity, hidden_dropout=0.1)
-    model, batch = tiny_model(mesh_of_ranks(2), section), samples(BATCH)
+    config = tiny_config(num_layers=LAYERS, recompute_granularity=granularity, hidden_dropout=0.1)
+    model, batch = tiny_model(mesh_of_ranks(2), config), samples(BATCH)
     with Communication() as forward:
         loss, _ = summed_loss(model, batch, torch.device("cpu"))
     with Communication() as backward:

@@ -121,17 +121,17 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor
     save_file(changed, file, metadata={"format": "pt"})
 
 
-def section_of(folder: Path, case: Case, **changes: Any) -> HuggingFaceConfig:
+def config_of(folder: Path, case: Case, **changes: Any) -> HuggingFaceConfig:
     is_masked = case.auto_class == "AutoModelForMaskedLM"
     kind = HuggingFaceMaskedConfig if is_masked else HuggingFaceConfig
     return kind(hf_model=str(folder), **(of_plan(case.plan) | changes))
 
 
 def state_of(
-    section: HuggingFaceConfig, tensor_size: int, dtype: torch.dtype, *, draws: bool, **others: Any
+    config: HuggingFaceConfig, tensor_size: int, dtype: torch.dtype, *, draws: bool, **others: Any
 ) -> TrainState:
     mesh = mesh_of_ranks(tensor_size)
-    return build_state(section, mesh, VOCABULARY, seed=SEED, dtype=dtype, draws=draws, **others)
+    return build_state(config, mesh, VOCABULARY, seed=SEED, dtype=dtype, draws=draws, **others)
 
 
 def whole(state: TrainState, shards: list[tuple[str, ShardingSpec, Tensor]]) -> dict[str, Tensor]:
@@ -200,9 +200,9 @@ def read(
     try:
         for name, folder in folders.items():
             counted.clear()
-            section = section_of(Path(folder), CASES[name])
+            config = config_of(Path(folder), CASES[name])
             dtype = getattr(torch, precision)
-            state = state_of(section, tensor_size, dtype, draws=False, zero_stage=zero_stage)
+            state = state_of(config, tensor_size, dtype, draws=False, zero_stage=zero_stage)
             said = state.load_folder(folder)
             weights = [(each.key[6:], each.spec, each.local) for each in state.weights()]
             own = [(layout_of(state.model, n), *shard) for n, shard in state.shards().items()]
@@ -291,7 +291,7 @@ def test_tensors_that_transformers_splits_are_split(
         return mapping if name == "llama" else known(name)
 
     monkeypatch.setattr(conversion_mapping, "get_checkpoint_conversion_mapping", also)
-    state = state_of(section_of(folder, case), 1, torch.float32, draws=False)
+    state = state_of(config_of(folder, case), 1, torch.float32, draws=False)
     state.load_folder(str(folder))
     found = masters_of(state)
     assert all(found[key].equal(tensor) for key, tensor in expected.items())
@@ -319,13 +319,13 @@ WRONG = {
 def test_folder_of_another_model_refused(tmp_path: Path, what: str) -> None:
     change, named = WRONG[what]
     folder = write_folder(tmp_path / "hf", GPT2._replace(change=change))
-    state = state_of(section_of(folder, GPT2), 1, torch.float32, draws=False)
+    state = state_of(config_of(folder, GPT2), 1, torch.float32, draws=False)
     assert named in str(refusal(lambda: state.load_folder(str(folder))))
 
 
 def test_files_that_are_damaged_or_missing_are_named(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hf", CASES["Llama in several files"])
-    state = state_of(section_of(folder, GPT2), 1, torch.float32, draws=False)
+    state = state_of(config_of(folder, GPT2), 1, torch.float32, draws=False)
     file = min(folder.glob("*.safetensors"))
     content = file.read_bytes()
     file.write_bytes(content[:100])
@@ -338,17 +338,17 @@ def test_files_that_are_damaged_or_missing_are_named(tmp_path: Path) -> None:
 
 def test_weights_that_a_run_starts_from(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hf", GPT2)
-    assert section_of(folder, GPT2).starts_from() == str(folder)
-    assert section_of(folder, GPT2, random_weights=True).starts_from() is None
+    assert config_of(folder, GPT2).starts_from() == str(folder)
+    assert config_of(folder, GPT2, random_weights=True).starts_from() is None
     file = folder / "model.safetensors"
     for name in ("adapter.safetensors", "pytorch_model.bin"):
         file = file.rename(folder / name)
-        error = refusal(section_of(folder, GPT2).starts_from)
+        error = refusal(config_of(folder, GPT2).starts_from)
         assert isinstance(error, UsageError)
         assert error.flag == "--hf-model"
         assert "--random-weights" in error.works
     file.unlink()
-    assert section_of(folder, GPT2).starts_from() is None
+    assert config_of(folder, GPT2).starts_from() is None
 
 
 # Three steps beside a plain loop of transformers and torch.
@@ -362,8 +362,8 @@ def tune(folders: dict[str, str], tensor_size: int) -> dict[str, dict[str, Tenso
     """The weights of each folder after the last step, by their names."""
     found = {}
     for name in TUNED:
-        section = section_of(Path(folders[name]), CASES[name])
-        state = state_of(section, tensor_size, torch.float64, draws=False, optimizer=OPTIMIZER)
+        config = config_of(Path(folders[name]), CASES[name])
+        state = state_of(config, tensor_size, torch.float64, draws=False, optimizer=OPTIMIZER)
         state.load_folder(folders[name])
         for step in range(STEPS):
             batch = samples(4, first=4 * step)
@@ -411,8 +411,8 @@ def drawn(
 ) -> dict[str, dict[str, Tensor]]:
     found, settings = {}, {"draws": True, "zero_stage": zero_stage}
     for name in ("GPT-2", "Llama with one key/value head", "BERT"):
-        section = section_of(Path(folders[name]), CASES[name], random_weights=True)
-        found[name] = masters_of(state_of(section, tensor_size, torch.float32, **settings))
+        config = config_of(Path(folders[name]), CASES[name], random_weights=True)
+        found[name] = masters_of(state_of(config, tensor_size, torch.float32, **settings))
     return found
 
 
@@ -431,11 +431,11 @@ def test_random_weights_are_distributed_as_transformers(tmp_path: Path) -> None:
     others = [CASES[name] for name in ("BERT", "NeoX", "Llama with one key/value head")]
     for case in (GPT2._replace(settings=settings), *others):
         folder = write_folder(tmp_path / case.model_type, case)
-        section = section_of(folder, case, random_weights=True)
-        found = masters_of(state_of(section, 1, torch.float32, draws=True))
-        config = transformers.AutoConfig.from_pretrained(folder)
+        config = config_of(folder, case, random_weights=True)
+        found = masters_of(state_of(config, 1, torch.float32, draws=True))
+        theirs = transformers.AutoConfig.from_pretrained(folder)
         transformers.set_seed(1)
-        model = getattr(transformers, case.auto_class).from_config(config)
+        model = getattr(transformers, case.auto_class).from_config(theirs)
         assert found.keys() == dict(model.named_parameters()).keys()
         for name, other in model.named_parameters():
             own, other = found[name], other.detach()
@@ -454,8 +454,8 @@ def test_weights_of_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
 
     folder = write_folder(tmp_path / "hf", GPT2)
     text = (folder / "config.json").read_text()
-    section = HuggingFaceConfig(hf_model="some/model", hf_config=text)
-    assert section.starts_from() == "some/model"
+    config = HuggingFaceConfig(hf_model="some/model", hf_config=text)
+    assert config.starts_from() == "some/model"
     asked: list[str] = []
 
     def snapshot(name: str, allow_patterns: list[str]) -> str:
@@ -464,13 +464,13 @@ def test_weights_of_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    state = state_of(section, 1, torch.float32, draws=False)
+    state = state_of(config, 1, torch.float32, draws=False)
     assert "some/model" in state.load_folder("some/model")[0]
     assert masters_of(state)["transformer.ln_f.weight"].equal(
         load_file(folder / "model.safetensors")["transformer.ln_f.weight"]
     )
     assert not any(fnmatchcase("pytorch_model.bin", pattern) for pattern in asked)
-    assert set(section.files(None)) == {"hf_generation_config.json"}
+    assert set(config.files(None)) == {"hf_generation_config.json"}
     (folder / "model.safetensors").unlink()
     assert isinstance(refusal(lambda: state.load_folder("some/model")), UsageError)
 

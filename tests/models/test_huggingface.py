@@ -20,9 +20,9 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.sharding import gather_whole, sharding_specs
 from megatron.train.executor import on_device
 from tests import plain
-from tests.bert import bert_samples, bert_section
+from tests.bert import bert_config, bert_samples
 from tests.dist import Pool
-from tests.llama import llama_section
+from tests.llama import llama_config
 from tests.tiny import (
     SEQUENCE,
     VOCABULARY,
@@ -33,7 +33,7 @@ from tests.tiny import (
     samples,
     scatter_weights,
     summed_loss,
-    tiny_section,
+    tiny_config,
 )
 from tests.tools.convert.models import randomise
 from tools.convert.bert import PRETRAINED
@@ -112,7 +112,7 @@ class Kind(NamedTuple):
 
 def llama(batch: GPT2Batch | None = None, **changes: Any) -> Kind:
     batch = samples(3) if batch is None else batch
-    return Kind(None, llama_section(**changes), "LlamaForCausalLM", batch=batch)
+    return Kind(None, llama_config(**changes), "LlamaForCausalLM", batch=batch)
 
 
 def placed(
@@ -130,12 +130,12 @@ SIZES: dict[str, Any] = {"num_layers": 3, "hidden_size": 48, "init_method_std": 
 SCALING = (8.0, 1.0, 4.0, 100.0)  # of head size 8: one frequency stays, one is between, two shrink
 LONG = {"hidden_size": 96, "max_position_embeddings": 128}
 KINDS = {
-    "gpt2": Kind(GPT2, tiny_section(**SIZES), "GPT2LMHeadModel"),
+    "gpt2": Kind(GPT2, tiny_config(**SIZES), "GPT2LMHeadModel"),
     "bert post-ln": Kind(
-        POST_LN, bert_section("post-ln", **SIZES), "BertForPreTraining", their_bert, our_bert
+        POST_LN, bert_config("post-ln", **SIZES), "BertForPreTraining", their_bert, our_bert
     ),
     "bert pre-ln": Kind(
-        PRE_LN, bert_section("pre-ln", **SIZES), "MegatronBertForPreTraining", their_bert, our_bert
+        PRE_LN, bert_config("pre-ln", **SIZES), "MegatronBertForPreTraining", their_bert, our_bert
     ),
     "12 query and 3 key/value heads": llama(),
     "tied": llama(untie_embeddings_and_output_weights=False),

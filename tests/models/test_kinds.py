@@ -24,9 +24,9 @@ from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.train.executor import on_device
 from megatron.train.objectives import WholeLogitsLoss
 from megatron.train.step import count, forward_backward, train_step
-from tests.bert import bert_samples, bert_section
+from tests.bert import bert_config, bert_samples
 from tests.dist import Pool
-from tests.llama import llama_section
+from tests.llama import llama_config
 from tests.models.own_kind import IMAGES, ImageBatch, ImageConfig, OwnConfig
 from tests.refusals import field_of, refusal
 from tests.tiny import (
@@ -36,8 +36,8 @@ from tests.tiny import (
     micro_batches,
     run_whole,
     samples,
+    tiny_config,
     tiny_model,
-    tiny_section,
     tiny_state,
     whole_gradients,
     whole_weights,
@@ -59,13 +59,13 @@ def own_config(**changes: Any) -> OwnConfig:
 
 
 CONFIGS: dict[str, ModelConfig] = {
-    "plain": tiny_section(),
-    "ffn": tiny_section(ffn_hidden_size=40),
-    "gelu": tiny_section(activation="gelu"),
-    "relu": tiny_section(activation="relu"),
-    "silu": tiny_section(activation="silu"),
-    "swiglu": tiny_section(activation="swiglu", ffn_hidden_size=24),
-    "geglu": tiny_section(activation="geglu"),
+    "plain": tiny_config(),
+    "ffn": tiny_config(ffn_hidden_size=40),
+    "gelu": tiny_config(activation="gelu"),
+    "relu": tiny_config(activation="relu"),
+    "silu": tiny_config(activation="silu"),
+    "swiglu": tiny_config(activation="swiglu", ffn_hidden_size=24),
+    "geglu": tiny_config(activation="geglu"),
     "own kind": own_config(),
     "own kind, 4 key/value heads": own_config(key_value_heads=4),
     "images": ImageConfig(num_layers=1, hidden_size=32, num_attention_heads=4),
@@ -130,11 +130,11 @@ def test_a_model_alone_is_its_stages_in_order() -> None:
 
 UNTIED = {"untie_embeddings_and_output_weights": True}
 STAGED: dict[str, Any] = {
-    "gpt2": tiny_section(num_layers=4),
-    "untied": tiny_section(num_layers=4, **UNTIED),
-    "llama": llama_section(num_layers=4),
-    "bert": bert_section(num_layers=4),
-    "post-ln": bert_section("post-ln", num_layers=4),
+    "gpt2": tiny_config(num_layers=4),
+    "untied": tiny_config(num_layers=4, **UNTIED),
+    "llama": llama_config(num_layers=4),
+    "bert": bert_config(num_layers=4),
+    "post-ln": bert_config("post-ln", num_layers=4),
 }
 
 
@@ -178,14 +178,14 @@ def test_a_parameter_in_no_stage_is_refused() -> None:
     plan = PipelinePlan(2, layers=(range(1), range(1, 2)))
     factory = layer_factory(serial_mesh(), 0)
     with torch.device("meta"):
-        model = Forgetful(tiny_section(), factory, 101)
+        model = Forgetful(tiny_config(), factory, 101)
     with pytest.raises(ValueError, match="position_embedding.weight"):
         keep_stages(model, plan, 1)
 
 
 @pytest.mark.parametrize(("embedding", "hidden"), [(0.5, 0.0), (0.0, 0.5), (None, 0.5)])
 def test_dropout_of_the_embeddings_is_a_setting(embedding: float | None, hidden: float) -> None:
-    config = tiny_section(embedding_dropout=embedding, hidden_dropout=hidden)
+    config = tiny_config(embedding_dropout=embedding, hidden_dropout=hidden)
     model = tiny_model(serial_mesh(), config)
     outputs, batch = list[Tensor](), on_device(samples(4), CPU)
     model.embedding_dropout.register_forward_hook(lambda *call: outputs.append(call[-1]))
@@ -226,23 +226,23 @@ BATCH = 4
 
 
 DROPPING: dict[str, tuple[Callable[..., ModelConfig], Callable[[int], Any]]] = {
-    "gpt2": (tiny_section, samples),
-    "llama": (llama_section, samples),
-    "bert pre-ln": (partial(bert_section, "pre-ln"), bert_samples),
-    "bert post-ln": (partial(bert_section, "post-ln"), bert_samples),
+    "gpt2": (tiny_config, samples),
+    "llama": (llama_config, samples),
+    "bert pre-ln": (partial(bert_config, "pre-ln"), bert_samples),
+    "bert post-ln": (partial(bert_config, "post-ln"), bert_samples),
 }
 
 
 @pytest.mark.parametrize("name", DROPPING)
 def test_each_dropout_alone_changes_the_loss(name: str) -> None:
-    config, draw = DROPPING[name]
-    section = config(hidden_dropout=0.5, attention_dropout=0.25)
-    model = tiny_model(serial_mesh(), section)
+    make, draw = DROPPING[name]
+    config = make(hidden_dropout=0.5, attention_dropout=0.25)
+    model = tiny_model(serial_mesh(), config)
     residual = [each for each in model.modules() if isinstance(each, Dropout)]
     cores = [each for each in model.modules() if isinstance(each, AttentionCore)]
-    assert [each.p for each in residual] == [0.5] * (1 + 2 * section.num_layers)
-    assert [each.dropout for each in cores] == [0.25] * section.num_layers
-    assert len({each.name for each in (*residual, *cores)}) == 1 + 3 * section.num_layers
+    assert [each.p for each in residual] == [0.5] * (1 + 2 * config.num_layers)
+    assert [each.dropout for each in cores] == [0.25] * config.num_layers
+    assert len({each.name for each in (*residual, *cores)}) == 1 + 3 * config.num_layers
 
     def loss(active: object) -> float:
         for each in residual:
@@ -259,13 +259,13 @@ def test_each_dropout_alone_changes_the_loss(name: str) -> None:
 
 def drawn_in_the_kernel(tensor_size: int, granularity: str, step: int) -> list[Tensor]:
     """Loss and a gradient of attention's weight, twice from the same step."""
-    section = tiny_section(
+    config = tiny_config(
         attention_dropout=0.2, attention_dropout_rng="kernel", recompute_granularity=granularity
     )
     found = []
     for seed in (1, 2):
         torch.manual_seed(seed)  # must not matter
-        state = tiny_state(mesh_of_ranks(tensor_size), section)
+        state = tiny_state(mesh_of_ranks(tensor_size), config)
         state.step = step
         batches = [samples(BATCH)]
         loss = forward_backward(state, batches, count(state, batches))

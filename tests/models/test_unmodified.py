@@ -37,7 +37,7 @@ from tests.huggingface import (
     LITERAL,
     MASKED,
     by_their_names,
-    hf_section,
+    hf_config,
     load_plain,
     plain_model,
 )
@@ -69,10 +69,10 @@ class Case(NamedTuple):
     plan: str = ""  # in place of its own
 
     @property
-    def section(self) -> Any:
+    def config(self) -> Any:
         # Dropout of attention is by coordinates, on GPUs, too.
         plan = {"plan": self.plan} if self.plan else {}
-        return hf_section(self.model, dict(self.of_hf), attention_dropout_rng="coordinates", **plan)
+        return hf_config(self.model, dict(self.of_hf), attention_dropout_rng="coordinates", **plan)
 
     @property
     def batch(self) -> Any:
@@ -129,7 +129,7 @@ def their_loss(case: Case, model: Any, batch: Any) -> tuple[Tensor, Tensor]:
     arguments = {"input_ids": torch.from_numpy(batch.tokens)}
     if case.model in MASKED:
         arguments["attention_mask"] = torch.from_numpy(batch.is_real).long()
-        if case.section.has_token_types:
+        if case.config.has_token_types:
             arguments["token_type_ids"] = torch.from_numpy(batch.token_types)
     elif case.has_documents:
         arguments["position_ids"] = torch.from_numpy(batch.positions)
@@ -192,8 +192,8 @@ def differences(tensor_size: int) -> dict[str, dict[str, float]]:
     """The differences of each case on this rank: logits, loss, each gradient; see transformers'."""
     mesh, found = mesh_of_ranks(tensor_size), {}
     for name, case in cases_at(tensor_size).items():
-        state, batch = tiny_state(mesh, case.section), case.batch
-        theirs_model = plain_model(case.section)
+        state, batch = tiny_state(mesh, case.config), case.batch
+        theirs_model = plain_model(case.config)
         load_plain(theirs_model, by_their_names(state.model, whole_weights(state.model)))
         if "dropout" in name:
             drop_by_coordinates(theirs_model, batch)
@@ -240,7 +240,7 @@ def test_unmodified_models_compute_what_transformers_does(gloo: Pool, tensor_siz
 
 def loss_of(model: str, **of_hf: Any) -> float:
     """The loss of the first step of one process."""
-    state = tiny_state(mesh_of_ranks(1), hf_section(model, of_hf))
+    state = tiny_state(mesh_of_ranks(1), hf_config(model, of_hf))
     assert bool(state.model.warnings) == (model == "opt" and "dropout" in of_hf)
     batch = bert_samples(3) if model == "bert" else samples(3)
     return train_step(state, [batch], 0.0).loss
@@ -265,15 +265,15 @@ def test_each_dropout_of_a_config_changes_the_loss(model: str) -> None:
 def test_dropout_that_torch_draws_is_told_of(
     model: str, of_hf: dict[str, float], drawn: list[str]
 ) -> None:
-    warnings = tiny_state(mesh_of_ranks(1), hf_section(model, of_hf)).model.warnings
+    warnings = tiny_state(mesh_of_ranks(1), hf_config(model, of_hf)).model.warnings
     assert len(warnings) == bool(drawn)
     assert all(each in warnings[0] for each in drawn)
 
 
 def losses_of(tensor_size: int, recompute: str, zero_stage: int = 0) -> list[float]:
     """The losses of two steps, of micro-batches of one sample."""
-    section = hf_section("opt", DROPOUT["opt"], recompute_granularity=recompute)
-    state = tiny_state(mesh_of_ranks(tensor_size), section, zero_stage=zero_stage)
+    config = hf_config("opt", DROPOUT["opt"], recompute_granularity=recompute)
+    state = tiny_state(mesh_of_ranks(tensor_size), config, zero_stage=zero_stage)
     found = []
     for step in range(2):
         batches = micro_batches(samples(4, first=4 * step), state.mesh, 1)
@@ -291,7 +291,7 @@ def test_dropout_that_torch_draws_is_of_samples_alone(gloo: Pool) -> None:
 
 
 def test_a_mask_of_documents_in_place_of_a_window_is_refused() -> None:
-    model = tiny_state(mesh_of_ranks(1), hf_section("mistral")).model
+    model = tiny_state(mesh_of_ranks(1), hf_config("mistral")).model
     with pytest.raises(NotImplementedError):
         model.embed(on_device(of_documents(samples(2)), CPU))
 
@@ -313,8 +313,8 @@ CUT_DROPOUT = {
 def messages_of_cut_dropout() -> list[str]:
     found = []
     for plan in CUT_DROPOUT.values():
-        section = hf_section("gpt2", {"resid_pdrop": 0.1, "attn_pdrop": 0.1}, plan=plan)
-        state = tiny_state(mesh_of_ranks(2), section)
+        config = hf_config("gpt2", {"resid_pdrop": 0.1, "attn_pdrop": 0.1}, plan=plan)
+        state = tiny_state(mesh_of_ranks(2), config)
         found.append(str(refusal(partial(train_step, state, [samples(2)], 0.0), lines=9)))
     return found
 
@@ -327,8 +327,8 @@ def test_dropout_of_an_unknown_part_is_refused(gloo: Pool) -> None:
 
 def frozen_weights(tensor_size: int, zero_stage: int) -> dict[str, float]:
     """How far two steps move what the model has as frozen, and the median of the rest."""
-    mesh, section = mesh_of_ranks(tensor_size), hf_section("marian")
-    state = tiny_state(mesh, section, zero_stage=zero_stage)
+    mesh, config = mesh_of_ranks(tensor_size), hf_config("marian")
+    state = tiny_state(mesh, config, zero_stage=zero_stage)
     before = weights_of(state)
     for number in range(2):
         train_step(state, [samples(3, first=3 * number)], 1e-2)
@@ -355,10 +355,10 @@ def continuations(tensor_size: int) -> dict[str, bool]:
     """Whether greedy generation, with and without a cache, is that of plain transformers."""
     found = {}
     for name in ("gpt2", "llama, 1 key/value head", "mistral, a window"):
-        section = CASES[name].section
-        state = tiny_state(mesh_of_ranks(tensor_size), section)
+        config = CASES[name].config
+        state = tiny_state(mesh_of_ranks(tensor_size), config)
         weights = by_their_names(state.model, whole_weights(state.model))
-        model = plain_model(section).eval()
+        model = plain_model(config).eval()
         load_plain(model, weights)
         ids = torch.from_numpy(samples(3).tokens[:, :6])
         state.model.eval()
@@ -390,7 +390,7 @@ def names_of_faults(tensor_size: int) -> dict[str, list[str]]:
     for model, name in UP.items():
         found[model] = []
         batches = [bert_samples(2) if model == "bert" else samples(2)]
-        state = tiny_state(mesh, hf_section(model))
+        state = tiny_state(mesh, hf_config(model))
         norm = next(
             n for n, each in state.model.named_parameters() if "norm" in n.lower() or "ln" in n
         )
@@ -401,7 +401,7 @@ def names_of_faults(tensor_size: int) -> dict[str, list[str]]:
         except ReplicaDrift as drift:
             found[model] += [*drift.names, f"model.{norm}"]  # as a checkpoint calls it
         for recompute in ("none", "full")[: 2 if model == "llama" else 1]:
-            state = tiny_state(mesh, hf_section(model, recompute_granularity=recompute))
+            state = tiny_state(mesh, hf_config(model, recompute_granularity=recompute))
             if is_last:
                 module = state.model.get_submodule(name)
                 module.register_forward_hook(lambda module, inputs, output: output * torch.inf)
@@ -422,11 +422,11 @@ def test_faults_are_told_by_the_models_own_names(gloo: Pool) -> None:
 
 def test_values_that_a_constructor_sets_are_initial_values() -> None:
     """Though the model's own initialisation does not say it."""
-    section = hf_section("data2vec-text")
-    expected = dict(plain_model(section).named_parameters())["lm_head.bias"]
+    config = hf_config("data2vec-text")
+    expected = dict(plain_model(config).named_parameters())["lm_head.bias"]
     torch.use_deterministic_algorithms(True)  # memory that nobody has written to holds NaN
     try:
-        values = dict(tiny_state(mesh_of_ranks(1), section).model.initial_values(SEED))
+        values = dict(tiny_state(mesh_of_ranks(1), config).model.initial_values(SEED))
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(values["model.lm_head.bias"].double(), expected)
@@ -447,9 +447,9 @@ def test_initial_value_of_a_parameter() -> None:
 
 def steps(recompute: str, is_compiled: bool) -> list[float]:
     """Losses of steps with dropout. Compiled layers are one graph, which nothing breaks."""
-    mesh, section = mesh_of_ranks(2), Case("llama", DROPOUT["llama"]).section
-    section = replace(section, recompute_granularity=recompute)
-    state, counters = tiny_state(mesh, section, dtype=torch.float32), torch._dynamo.utils.counters
+    mesh, config = mesh_of_ranks(2), Case("llama", DROPOUT["llama"]).config
+    config = replace(config, recompute_granularity=recompute)
+    state, counters = tiny_state(mesh, config, dtype=torch.float32), torch._dynamo.utils.counters
     if is_compiled:
         torch._dynamo.reset()
         counters.clear()

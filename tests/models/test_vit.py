@@ -40,7 +40,7 @@ PARAMETERS = ("weight", "bias")
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
 
-def section(**changes: Any) -> ViTConfig:
+def make_config(**changes: Any) -> ViTConfig:
     settings: dict[str, Any] = {
         "num_layers": LAYERS,
         "hidden_size": HIDDEN,
@@ -131,7 +131,7 @@ def test_three_steps_equal_those_of_transformers(smoothing: float) -> None:
     named = dict(other.named_parameters())
     weights = in_our_names({name: each.detach() for name, each in named.items()})
     optimizer = OptimizerConfig(weight_decay=0.1, decay_biases_and_norms=True, clip_grad=0)
-    state = whole_state(section(label_smoothing=smoothing), weights, optimizer=optimizer)
+    state = whole_state(make_config(label_smoothing=smoothing), weights, optimizer=optimizer)
     adam = torch.optim.AdamW(other.parameters(), lr=rate, weight_decay=0.1)
     for step in range(3):
         batch = images(6, first=10 * step)
@@ -159,7 +159,7 @@ def assert_close(name: str, actual: Tensor, expected: Tensor) -> None:
 
 
 def test_mean_pooling_equals_plain_torch() -> None:
-    config = section(pooling="mean")
+    config = make_config(pooling="mean")
     model: ViT = build_model(config, serial_mesh(), CLASSES, seed=1, dtype=torch.float64)
     weights = tiny_weights(model)
     scatter_weights(model, weights)
@@ -221,13 +221,13 @@ class Validation:
 def measure(tensor: str, samples: int, sequence: bool = False) -> dict[str, float]:
     """Loss and accuracy on this rank of the pool, or in the process of the test."""
     mesh = mesh_of_ranks(int(tensor), sequence_parallel=sequence)
-    model: ViT = build_model(section(), mesh, CLASSES, seed=1, dtype=torch.float64)
+    model: ViT = build_model(make_config(), mesh, CLASSES, seed=1, dtype=torch.float64)
     scatter_weights(model, tiny_weights(model))
     return mean_losses(model, model.measured, Validation(), samples, 2, mesh)
 
 
 def test_accuracy() -> None:
-    model: ViT = build_model(section(), serial_mesh(), CLASSES, seed=1, dtype=torch.float64)
+    model: ViT = build_model(make_config(), serial_mesh(), CLASSES, seed=1, dtype=torch.float64)
     scatter_weights(model, tiny_weights(model))
     batch = Validation().batch(range(11))
     with torch.no_grad():
@@ -244,7 +244,7 @@ def test_accuracy() -> None:
 @pytest.mark.parametrize("samples", [5, 6])
 def test_evaluation_under_sequence_parallelism(gloo: Pool, samples: int) -> None:
     """The last batch has 5 rows of one image, which 2 ranks cannot share."""
-    assert section().positions % 2
+    assert make_config().positions % 2
     alone = measure("1", samples)
     for found in gloo.run(2, measure, "2", samples, True):
         assert found == pytest.approx(alone, rel=1e-12)

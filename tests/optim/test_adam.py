@@ -29,8 +29,8 @@ from tests.tiny import (
     mesh_of_ranks,
     micro_batches,
     samples,
+    tiny_config,
     tiny_model,
-    tiny_section,
     tiny_state,
     tiny_weights,
     whole_weights,
@@ -242,9 +242,9 @@ def test_apex_trains_and_resumes_as_torch(
 
     def state_of(kind: str, seed: int = SEED) -> TrainState:
         settings = {"weight_decay": 0.1, "clip_grad": 0.5, "decoupled_weight_decay": decoupled}
-        section = tiny_section(layernorm_impl=kind)
+        config = tiny_config(layernorm_impl=kind)
         optimizer = OptimizerConfig(optimizer_impl=kind, **settings)
-        return tiny_state(serial_mesh(), section, optimizer, dtype=torch.float32, seed=seed)
+        return tiny_state(serial_mesh(), config, optimizer, dtype=torch.float32, seed=seed)
 
     straight, first, second = state_of("torch"), state_of(saver), state_of(loader, seed=1)
     train(straight, 4)

@@ -35,7 +35,7 @@ from tests.tiny import (
     micro_batches,
     samples,
     save_state,
-    tiny_section,
+    tiny_config,
     tiny_state,
 )
 from tools.layouts.layout import parse_layout
@@ -118,7 +118,7 @@ def start(words: str, config: OptimizerConfig) -> TrainState:
     layout = parse_layout(words)
     plan = plan_pipeline(
         TrainingParallelConfig(**layout.settings),
-        tiny_section(),
+        tiny_config(),
         seq_length=SEQUENCE,
         vocab_size=VOCABULARY,
     )

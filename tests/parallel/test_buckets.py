@@ -44,8 +44,8 @@ from tests.tiny import (
     samples,
     scatter_weights,
     summed_loss,
+    tiny_config,
     tiny_model,
-    tiny_section,
     whole_gradients,
 )
 
@@ -62,7 +62,7 @@ def losses(model: nn.Module, mesh: Mesh, step: int) -> Iterator[tuple[bool, Tens
 def test_narrow_buckets_round_a_sum_once() -> None:
     """That of equal ids, and of chunks of the head, is wide before it is in a bf16 bucket."""
     found = []
-    config = tiny_section(untie_embeddings_and_output_weights=True)
+    config = tiny_config(untie_embeddings_and_output_weights=True)
     for wide in (True, False):
         model = tiny_model(serial_mesh(), config, dtype=torch.bfloat16)
         buckets = GradientBuckets(model, wide=wide)
@@ -494,7 +494,7 @@ class Order(TorchDispatchMode):
 
 
 def test_small_gradients_of_all_layers_are_added_in_one_call() -> None:
-    model = tiny_model(serial_mesh(), tiny_section(num_layers=3), dtype=torch.bfloat16)
+    model = tiny_model(serial_mesh(), tiny_config(num_layers=3), dtype=torch.bfloat16)
     buckets = GradientBuckets(model)
     for is_last, calls in (
         (False, ["foreach_copy"]),

@@ -19,7 +19,7 @@ from megatron.parallel.factory import layer_factory
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.train.executor import on_device
 from tests import threads
-from tests.bert import bert_samples, bert_section
+from tests.bert import bert_config, bert_samples
 from tests.refusals import refusal
 from tests.tiny import (
     SEED,
@@ -28,7 +28,7 @@ from tests.tiny import (
     assert_gradients,
     samples,
     scatter_weights,
-    tiny_section,
+    tiny_config,
     tiny_weights,
 )
 
@@ -191,10 +191,10 @@ def added(results: Sequence[Result]) -> Result:
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 MODELS = {
-    "documents": (tiny_section(num_layers=1), packed(4)),
-    "documents, dropout": (tiny_section(num_layers=1, **DROPOUT), packed(4)),
-    "padding": (bert_section(num_layers=1), padded(4)),
-    "padding, dropout": (bert_section(num_layers=1, **DROPOUT), padded(4)),
+    "documents": (tiny_config(num_layers=1), packed(4)),
+    "documents, dropout": (tiny_config(num_layers=1, **DROPOUT), packed(4)),
+    "padding": (bert_config(num_layers=1), padded(4)),
+    "padding, dropout": (bert_config(num_layers=1, **DROPOUT), padded(4)),
 }
 
 
@@ -238,7 +238,7 @@ def test_a_document_does_not_see_the_one_before_it(
     )
     tokens = batch.tokens.copy()
     tokens[:, :first] = (tokens[:, :first] + 1) % VOCABULARY
-    config = tiny_section(**dropout)
+    config = tiny_config(**dropout)
     one, other = (
         on_ranks(ranks, kind, second_document, config, each)
         if ranks > 1
@@ -250,7 +250,7 @@ def test_a_document_does_not_see_the_one_before_it(
     assert any(logits.numel() for _, logits, *_ in one)
 
 
-@pytest.mark.parametrize("config", [tiny_section(), bert_section()], ids=["gpt2", "bert"])
+@pytest.mark.parametrize("config", [tiny_config(), bert_config()], ids=["gpt2", "bert"])
 def test_a_model_refuses_whole_samples(config: Any) -> None:
     batch = bert_samples(2) if config.kind == "bert" else samples(2)
 

@@ -25,10 +25,10 @@ from megatron.parallel.zero3 import offload_activations
 from megatron.train.replicas import check_replicas
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
-from tests.bert import bert_samples, bert_section
+from tests.bert import bert_config, bert_samples
 from tests.dist import Pool
-from tests.huggingface import hf_section
-from tests.llama import llama_section
+from tests.huggingface import hf_config
+from tests.llama import llama_config
 from tests.refusals import refusal
 from tests.tiny import (
     live_memories,
@@ -37,7 +37,7 @@ from tests.tiny import (
     samples,
     save_state,
     summed_loss,
-    tiny_section,
+    tiny_config,
     tiny_state,
 )
 
@@ -49,10 +49,10 @@ PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp16": (torch.float16, {"fp16": True, "initial_loss_scale": "2**20"}),  # overflows at first
 }
 SECTIONS: dict[str, Callable[..., Any]] = {
-    "gpt2": tiny_section,
-    "bert": bert_section,
-    "llama": llama_section,
-    "hf-gpt2": partial(hf_section, "gpt2"),
+    "gpt2": tiny_config,
+    "bert": bert_config,
+    "llama": llama_config,
+    "hf-gpt2": partial(hf_config, "gpt2"),
 }
 
 
@@ -69,16 +69,16 @@ def state_of(
     dtype, settings = PRECISIONS[precision]
     ranks, virtual = mesh.pipeline.size, 2 if schedule == "interleaved" else 1
     layers = ranks * virtual + 1
-    section = SECTIONS[model](cpu_offload_activations=offloads, recompute_granularity=granularity)
+    config = SECTIONS[model](cpu_offload_activations=offloads, recompute_granularity=granularity)
     pipeline = WHOLE_MODEL
     if schedule:
-        section = replace(section, num_layers=layers)
+        config = replace(config, num_layers=layers)
         parts = partition(layers, ranks * virtual, head=0.0)
         pipeline = PipelinePlan(ranks, virtual, schedule, parts)
     optimizer = OptimizerConfig(weight_decay=0.1, clip_grad=0.5, optimizer_cpu_offload=offloads)
     scaling = PrecisionConfig(**settings)
     how = {"dtype": dtype, "zero_stage": stage, "pipeline": pipeline}
-    return tiny_state(mesh, section, optimizer, scaling, **how)
+    return tiny_state(mesh, config, optimizer, scaling, **how)
 
 
 def steps(state: TrainState, numbers: Sequence[int], model: str = "gpt2") -> list[float]:

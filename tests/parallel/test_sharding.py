@@ -30,9 +30,9 @@ from megatron.parallel.sharding import (
     sharding_specs,
 )
 from megatron.train.executor import on_device
-from tests.bert import bert_section
+from tests.bert import bert_config
 from tests.dist import Pool
-from tests.llama import llama_section
+from tests.llama import llama_config
 from tests.refusals import refusal
 from tests.tiny import (
     SEED,
@@ -40,8 +40,8 @@ from tests.tiny import (
     mesh_of_ranks,
     rows,
     samples,
+    tiny_config,
     tiny_model,
-    tiny_section,
     whole_weights,
 )
 
@@ -49,7 +49,7 @@ CPU = torch.device("cpu")
 
 
 def on_meta(mesh: Mesh) -> GPT2:
-    return build_on_meta(tiny_section(), mesh, VOCABULARY)
+    return build_on_meta(tiny_config(), mesh, VOCABULARY)
 
 
 def initial(mesh: Mesh, seed: int = SEED, dtype: torch.dtype = torch.float32) -> GPT2:
@@ -77,17 +77,17 @@ def test_initial_weights_do_not_depend_on_the_layout(gloo: Pool) -> None:
 
 @pytest.mark.parametrize("std", [0.02, 0.5])
 @pytest.mark.parametrize(
-    "section",
-    [tiny_section, bert_section, partial(bert_section, "post-ln"), llama_section],
+    "make",
+    [tiny_config, bert_config, partial(bert_config, "post-ln"), llama_config],
     ids=["gpt2", "bert", "bert-post-ln", "llama"],
 )
 def test_matrices_have_the_std_that_is_set_and_alone_decay(
-    section: Callable[..., ModelConfig], std: float
+    make: Callable[..., ModelConfig], std: float
 ) -> None:
     """By default the paper's 0.02; before a residual it is divided by the root of twice the
     layers."""
     changes = {} if std == 0.02 else {"init_method_std": std}
-    config = section(num_layers=3, **changes)
+    config = make(num_layers=3, **changes)
     model = build_model(config, serial_mesh(), 500, seed=SEED, dtype=torch.float32)
     table = sharding_specs(model)
     for name, weight in model.named_parameters():

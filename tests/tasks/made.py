@@ -153,14 +153,14 @@ def write_files(folder: Path, train: int = 400) -> list[str]:
     return ["--train-data", str(folder / "train"), *evaluated]
 
 
-def small_section(**changes: Any) -> BertConfig:
+def small_config(**changes: Any) -> BertConfig:
     shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
     return BertConfig(**(shape | {"max_position_embeddings": POSITIONS} | changes))
 
 
 def write_model(
     folder: Path,
-    section: ModelConfig | None = None,
+    config: ModelConfig | None = None,
     *,
     without: str | None = None,
     beside: str | None = None,
@@ -169,19 +169,19 @@ def write_model(
     """A checkpoint of random weights; without: a tensor that is left out, beside: one too many,
     words: that its vocabulary has further."""
     folder.mkdir(parents=True, exist_ok=True)
-    section, mesh = section or small_section(), serial_mesh()
+    config, mesh = config or small_config(), serial_mesh()
     tokenizer = build_tokenizer("BertWordPieceLowerCase", write_wordpiece(folder, *words), None)
     size = tokenizer.vocab_size
-    model = build_model(section, mesh, size, seed=7, dtype=torch.float32)
+    model = build_model(config, mesh, size, seed=7, dtype=torch.float32)
     pieces = [each for each in model_slices(model) if each.key != f"model.{without}"]
     if beside is not None:
         pieces.append(
             TensorSlice(f"model.{beside}", ShardingSpec(shape=(2,), decay=False), torch.zeros(2))
         )
     facts = {
-        "kind": section.kind,
+        "kind": config.kind,
         "config": {
-            "model": asdict(section),
+            "model": asdict(config),
             "data": {"tokenizer_type": tokenizer.kind, "seq_length": POSITIONS},
         },
         "precision": "fp32",

@@ -50,7 +50,7 @@ from tasks.score import logits_of, make_batch
 from tests.dist import Pool
 from tests.refusals import refusal, refused
 from tests.tasks import made
-from tests.tasks.made import COUNT, make_examples, small_section, write_files, write_model
+from tests.tasks.made import COUNT, make_examples, small_config, write_files, write_model
 from tests.tasks.program import FEW, TASK, Capture, evaluating, result, run, told
 from tests.tiny import (
     assert_relative,
@@ -77,7 +77,7 @@ Outcome = tuple[list[float], list[NDArray[np.float32]], dict[str, Tensor]]
 
 
 def config_of(head: Head, **changes: Any) -> FinetunedConfig:
-    return finetuned_config(small_section(**changes), head, LABELS[head])
+    return finetuned_config(small_config(**changes), head, LABELS[head])
 
 
 def steps_of(head: Head, micro_batch_size: int = BATCH, **changes: Any) -> Steps:
@@ -180,7 +180,7 @@ def test_epoch_has_every_example_once() -> None:
 
 
 def test_settings_of_pretraining_that_do_not_apply() -> None:
-    pretrained = small_section(embedding_dropout=0.3, cpu_offload_activations=True)
+    pretrained = small_config(embedding_dropout=0.3, cpu_offload_activations=True)
     config = finetuned_config(pretrained, "span", (), hidden_dropout=0.0)
     assert (config.dropout_of_embeddings, config.cpu_offload_activations) == (0, False)
 
@@ -215,7 +215,7 @@ def test_ranks_share_a_step(ranks: int, micro: int, count: int) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("head", HEADS)
 def test_start_from_a_checkpoint(tmp_path: Path, head: Head, order: ResidualOrder) -> None:
-    path = write_model(tmp_path, small_section(residual_order=order))
+    path = write_model(tmp_path, small_config(residual_order=order))
     one, other = (
         whole_weights(begin(path, config_of(head, residual_order=order), seed).model)
         for seed in (5, 6)
@@ -267,7 +267,7 @@ def test_every_head_learns(
     tmp_path: Path, capsys: Capture, head: Head, order: ResidualOrder
 ) -> None:
     # With smaller random weights [CLS] of post-LN is its own embedding almost, and learns nothing.
-    model = write_model(tmp_path, small_section(residual_order=order, init_method_std=0.1))
+    model = write_model(tmp_path, small_config(residual_order=order, init_method_std=0.1))
     words = ["--load", str(model), *write_files(tmp_path, 400), *FEW, "--head", head]
     record = result([*words, "--epochs", "4"], capsys)
     losses = [epoch["train_loss"] for epoch in record["seeds"][0]["epochs"]]

@@ -14,7 +14,7 @@ from tasks.protocol import ChecksConfig, by_evaluation
 from tasks.readers.race import Race, Settings, prepare
 from tasks.score import make_batch
 from tests.refusals import field_of, refusal
-from tests.tasks.made import small_section, wordpiece, write_model
+from tests.tasks.made import small_config, wordpiece, write_model
 from tests.tasks.program import result
 
 TOKENIZER = wordpiece()
@@ -188,7 +188,7 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pretrained = write_model(tmp_path / "bert", small_section(max_position_embeddings=64))
+    pretrained = write_model(tmp_path / "bert", small_config(max_position_embeddings=64))
     for split in ("train", "dev"):
         for level in ("middle", "high"):
             write(tmp_path / "RACE" / split / level, PASSAGE, OTHER)

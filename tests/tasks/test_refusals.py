@@ -12,11 +12,11 @@ from megatron.data.tokenizer import build_tokenizer
 from tasks.main import find_module
 from tests.data.samples import write_data, write_tokenizer, write_wordpiece
 from tests.refusals import refusal, refused
-from tests.tasks.made import small_section, write_files, write_model
+from tests.tasks.made import small_config, write_files, write_model
 from tests.tasks.program import FEW, TASK, run
 from tests.tasks.test_race import OTHER, PASSAGE
 from tests.tasks.test_squad import question, squad_of, write_squad, write_v2
-from tests.tiny import tiny_section
+from tests.tiny import tiny_config
 
 # By the field that the error names: arguments after --task, in which {name} is one of `paths`.
 # MADE and the files of `tests/tasks/made.py` stand for any fine-tuned task.
@@ -109,7 +109,7 @@ def paths(
     folder, (save, _) = tmp_path_factory.mktemp("refusals"), tuned
     (folder / "other").mkdir()
     files = write_files(folder, 16)
-    alien = write_model(folder / "alien", small_section(), words=["word"])
+    alien = write_model(folder / "alien", small_config(), words=["word"])
     words = ["--load", str(alien), *files, *FEW, "--epochs", "1", "--save", str(folder / "saved")]
     run([TASK, *words])
     (folder / "empty").write_text("0 1", encoding="utf-8")
@@ -121,7 +121,7 @@ def paths(
         "save": str(save),
         "fine": str(fine),
         "alien": str(folder / "saved" / "seed_1234"),
-        "gpt2": str(write_model(folder / "gpt2", tiny_section())),
+        "gpt2": str(write_model(folder / "gpt2", tiny_config())),
         "folder": str(folder),
         "files": given,
         "near": str(near),

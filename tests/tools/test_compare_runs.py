@@ -19,7 +19,7 @@ from megatron.errors import flag
 from tests.huggingface import write_folder
 from tests.programs import ROOT, finished, lines_of, run_script, values_of
 from tests.refusals import field_of, refusal, refused
-from tests.tiny import mesh_of_ranks, samples, tiny_model, tiny_section
+from tests.tiny import mesh_of_ranks, samples, tiny_config, tiny_model
 from tools import compare_runs
 from tools.layouts.activations import beyond, compare_models
 
@@ -346,7 +346,7 @@ def test_a_model_that_cannot_read_the_samples(words: str, order: str, tmp_path: 
 
 def test_a_difference_in_the_backward_alone() -> None:
     mesh = mesh_of_ranks(1)
-    one, other = (tiny_model(mesh, tiny_section()).eval() for _ in range(2))
+    one, other = (tiny_model(mesh, tiny_config()).eval() for _ in range(2))
     name = "transformer.layers.1.mlp.down"
     other.get_submodule(name).register_full_backward_hook(lambda _, dx, __: (2 * dx[0],))
     result = compare_models(one, other, samples(2), mesh)
@@ -357,14 +357,14 @@ def test_a_difference_in_the_backward_alone() -> None:
 
 def test_activations_that_are_no_numbers() -> None:
     mesh, name = mesh_of_ranks(1), "transformer.layers.1.mlp.down"
-    one, other, again = (tiny_model(mesh, tiny_section()).eval() for _ in range(3))
+    one, other, again = (tiny_model(mesh, tiny_config()).eval() for _ in range(3))
     for each in (other, again):
         each.get_parameter(f"{name}.bias").data[0] = torch.nan
     result = compare_models(one, other, samples(2), mesh)
     assert first(result, *FORWARD) == ("output", name)
     assert {x["difference"] for x in result["tensors"] if x["name"] == name} == {None}
     assert result["losses"][0]["b"] is None
-    other = tiny_model(mesh, tiny_section()).eval()
+    other = tiny_model(mesh, tiny_config()).eval()
     other.get_parameter(f"{name}.bias").data[0] = torch.nan
     result = compare_models(other, again, samples(2), mesh)
     assert (weights(result), first(result, *FORWARD, *BACKWARD)) == ([], None)

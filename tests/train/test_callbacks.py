@@ -32,7 +32,7 @@ from megatron.train.step import StepResult
 from tests.dist import Pool
 from tests.programs import pretrain
 from tests.refusals import field_of, refusal, refused
-from tests.tiny import mesh_of_ranks, tiny_section, tiny_state
+from tests.tiny import mesh_of_ranks, tiny_config, tiny_state
 from tests.train.test_evaluate import Split
 from tests.train.test_loop import Saves, lines
 
@@ -49,9 +49,9 @@ def run(
 ) -> tuple[int, str]:
     """(steps done, the reason for the end) of a run that draws dropout and logs each step."""
     mesh = mesh_of_ranks(layout)
-    section = tiny_section(attention_dropout=0.1, hidden_dropout=0.1)
-    plan = plan_stages(section.num_layers, mesh.pipeline.size, 1, None)
-    state = tiny_state(mesh, section, pipeline=plan)
+    config = tiny_config(attention_dropout=0.1, hidden_dropout=0.1)
+    plan = plan_stages(config.num_layers, mesh.pipeline.size, 1, None)
+    state = tiny_state(mesh, config, pipeline=plan)
     training = TrainingConfig(**{"train_iters": 4, "eval_interval": 2} | settings)
     path = folder / "m.jsonl"
     every = [*usual("test", log_interval), *callbacks]

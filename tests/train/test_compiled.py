@@ -38,9 +38,9 @@ from megatron.train.compiled import WARM_UP, StepGraph, choose_graph, compile_la
 from megatron.train.diagnose import find_first
 from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward, train_step
-from tests.bert import bert_samples, bert_section
+from tests.bert import bert_config, bert_samples
 from tests.dist import Pool
-from tests.llama import llama_section
+from tests.llama import llama_config
 from tests.tiny import (
     SEQUENCE,
     VOCABULARY,
@@ -49,14 +49,14 @@ from tests.tiny import (
     micro_batches,
     samples,
     summed_loss,
-    tiny_section,
+    tiny_config,
     tiny_state,
     whole_gradients,
 )
 from tools.layouts.layout import parse_layout
 
 CPU = torch.device("cpu")
-CONFIGS = {"gpt2": tiny_section, "bert": bert_section, "llama": llama_section}
+CONFIGS = {"gpt2": tiny_config, "bert": bert_config, "llama": llama_config}
 SAMPLES = {"gpt2": samples, "bert": bert_samples, "llama": samples}
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 POST_LN = {"residual_order": "post-ln"}
@@ -139,8 +139,8 @@ def kept_in_three_steps(
     """(losses of three steps; behind the layers of each forward, how many of them have their
     weights in memory, and bytes of activations on the host) of a rank."""
     mesh = mesh_of_ranks(1)
-    section = tiny_section(num_layers=3, cpu_offload_activations=offloads, **DROPOUT)
-    state = tiny_state(mesh, section, zero_stage=zero_stage)
+    config = tiny_config(num_layers=3, cpu_offload_activations=offloads, **DROPOUT)
+    state = tiny_state(mesh, config, zero_stage=zero_stage)
     if backend is not None:
         compile_layers(state.model, backend)
     batches, gathered, alive = micro_batches(samples(8), mesh, 4), list[StorageWeakRef](), []
@@ -176,7 +176,7 @@ def test_compiled_steps_go_on_after_an_evaluation_of_other_shapes() -> None:
     found = []
     for backend in (None, "aot_eager"):
         torch._dynamo.reset()
-        state = tiny_state(serial_mesh(), tiny_section(num_layers=1, **DROPOUT))
+        state = tiny_state(serial_mesh(), tiny_config(num_layers=1, **DROPOUT))
         if backend is not None:
             compile_layers(state.model, backend)
         losses = []
@@ -216,7 +216,7 @@ def take_turns(
     with torch._dynamo.config.patch(recompile_limit=100):
         for layout, changes in settings:
             mesh = parse_layout(layout).mesh(CPU)
-            state = tiny_state(mesh, tiny_section(num_layers=1, **changes))
+            state = tiny_state(mesh, tiny_config(num_layers=1, **changes))
             if backend is not None:
                 compile_layers(state.model, backend)
             batch = samples(4) if "sequence" in layout else half(samples(4))
@@ -294,7 +294,7 @@ def test_compiled_graph_has_no_more_than_plain_torch(monkeypatch: pytest.MonkeyP
 
 def test_the_softmax_of_the_loss_is_fused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = replace(serial_mesh(), device=torch.device("cuda"))
-    model = build_on_meta(tiny_section(), gpu, VOCABULARY)
+    model = build_on_meta(tiny_config(), gpu, VOCABULARY)
     compile_layers(model, "aot_eager")
     assert model.head.is_fused
 
@@ -345,7 +345,7 @@ def test_selective_recomputation_is_in_the_graph(
     graphs: dict[str, Counter[str]] = {}
     losses, kept = [], []
     for backend in (None, recorder(graphs)):
-        state = tiny_state(serial_mesh(), tiny_section(**SELECTIVE, **changes))
+        state = tiny_state(serial_mesh(), tiny_config(**SELECTIVE, **changes))
         if backend is not None:
             compile_layers(state.model, backend)
         storages: dict[int, int] = {}
@@ -451,9 +451,9 @@ def test_a_diagnosis_still_sees_every_module() -> None:
 
 
 KINDS: dict[str, tuple[Any, Any]] = {
-    "gpt2": (tiny_section(hidden_dropout=0.1, attention_dropout=0.1), samples),
-    "bert": (bert_section(), bert_samples),
-    "llama": (llama_section(), samples),
+    "gpt2": (tiny_config(hidden_dropout=0.1, attention_dropout=0.1), samples),
+    "bert": (bert_config(), bert_samples),
+    "llama": (llama_config(), samples),
 }
 STEPS = WARM_UP + 3
 
@@ -476,8 +476,8 @@ def steps(state: TrainState, draw: Any, sizes: list[int]) -> list[tuple[float, f
 
 
 def two_states(kind: str) -> tuple[TrainState, TrainState]:
-    section, _ = KINDS[kind]
-    plain, graphed = (tiny_state(serial_mesh(), section) for _ in range(2))
+    config, _ = KINDS[kind]
+    plain, graphed = (tiny_state(serial_mesh(), config) for _ in range(2))
     return plain, replace(graphed, graph=StepGraph(record=again))
 
 

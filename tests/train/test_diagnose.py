@@ -17,7 +17,7 @@ from tests.tiny import (
     mesh_of_ranks,
     micro_batches,
     samples,
-    tiny_section,
+    tiny_config,
     tiny_state,
 )
 
@@ -134,7 +134,7 @@ def diagnosis(
     offloads: bool = False,
 ) -> Diagnosis:
     """The error of the second step, where the rank at (replicas, tensor) coordinates goes wrong."""
-    config = tiny_section(
+    config = tiny_config(
         recompute_granularity=granularity, hidden_dropout=0.1, cpu_offload_activations=offloads
     )
     optimizer = OptimizerConfig(optimizer_cpu_offload=offloads)
@@ -224,7 +224,7 @@ def test_a_norm_alone_may_overflow() -> None:
 
 def replayed(tensor_size: int) -> bool:
     """Whether the second run leaves exactly the gradients of the first."""
-    config = tiny_section(hidden_dropout=0.3, attention_dropout=0.3)
+    config = tiny_config(hidden_dropout=0.3, attention_dropout=0.3)
     state = tiny_state(mesh_of_ranks(tensor_size), config)
     batches = micro_batches(samples(GLOBAL_BATCH), state.mesh, 1)
     counts = count(state, batches)

@@ -16,7 +16,7 @@ from megatron.train import evaluate
 from megatron.train.evaluate import load_newest, mean_losses, score, whole_logits
 from megatron.train.executor import on_device
 from megatron.train.signals import Stopped
-from tests.bert import bert_samples, bert_section
+from tests.bert import bert_config, bert_samples
 from tests.checkpoint.saving import flip
 from tests.dist import Pool
 from tests.parallel.test_mesh import rank_of
@@ -27,8 +27,8 @@ from tests.tiny import (
     rows,
     samples,
     save_state,
+    tiny_config,
     tiny_model,
-    tiny_section,
     tiny_state,
 )
 from tools.layouts.layout import parse_layout
@@ -56,8 +56,8 @@ def losses_of_seven(tensor_size: int | str, micro_batch_size: int) -> dict[str, 
     """The losses of a GPT-2 and of a BERT."""
     mesh, losses = mesh_of_ranks(tensor_size), {}
     for config, data in (
-        (tiny_section(hidden_dropout=0.5), Split()),
-        (bert_section(hidden_dropout=0.5), BertSplit()),
+        (tiny_config(hidden_dropout=0.5), Split()),
+        (bert_config(hidden_dropout=0.5), BertSplit()),
     ):
         state = tiny_state(mesh, config)
         state.model.train()
@@ -169,17 +169,17 @@ def test_scores_are_whole_on_every_rank(gloo: Pool, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("was", "granularity"), [(False, "none"), (True, "full")])
 def test_checkpoint_activations_of_old_checkpoints(was: bool, granularity: str) -> None:
-    settings = asdict(tiny_section()) | {"checkpoint_activations": was}
+    settings = asdict(tiny_config()) | {"checkpoint_activations": was}
     del settings["recompute_granularity"]
     manifest = {"kind": "gpt2", "config": {"model": settings}}
-    assert config_of(manifest) == tiny_section(recompute_granularity=granularity)
+    assert config_of(manifest) == tiny_config(recompute_granularity=granularity)
 
 
 def test_a_damaged_checkpoint_is_passed_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = tiny_state(mesh_of_ranks(1))
-    facts = {"config": {"model": asdict(tiny_section())}, "vocab_size": VOCABULARY}
+    facts = {"config": {"model": asdict(tiny_config())}, "vocab_size": VOCABULARY}
     for state.step in (1, 2):
         save_state(state, tmp_path, **facts)
     damaged = tmp_path / "step_00000002" / "shard_00000.safetensors"

@@ -24,7 +24,7 @@ from megatron.train.machine import (
 )
 from tests.dist import Pool
 from tests.programs import pretrain
-from tests.tiny import mesh_of_ranks, tiny_section
+from tests.tiny import mesh_of_ranks, tiny_config
 from tests.tools.plan.counted import preset
 
 
@@ -116,7 +116,7 @@ def test_compile_is_refused_without_a_compiler(monkeypatch: pytest.MonkeyPatch) 
         choose_compile(True, serial_mesh())
     assert (error.value.flag, error.value.works) == ("--compile", ("--no-compile",))
     assert choose_compile(False, serial_mesh()) == (False, [])
-    assert not tiny_section(layernorm_impl="apex").can_compile
+    assert not tiny_config(layernorm_impl="apex").can_compile
 
 
 def git(folder: Path, *words: str) -> str:

@@ -29,7 +29,7 @@ from megatron.train.state import TrainState
 from megatron.train.step import StepResult, train_step
 from tests.dist import Pool
 from tests.refusals import field_of, refusal, refused
-from tests.tiny import micro_batches, samples, tiny_section, tiny_state
+from tests.tiny import micro_batches, samples, tiny_config, tiny_state
 from tests.train import test_diagnose, test_replicas, test_step
 from tests.train.test_replicas import Drift
 
@@ -165,11 +165,11 @@ def staged(
     *,
     dtype: torch.dtype = torch.float64,
     precision: PrecisionConfig | None = None,
-    **section: Any,
+    **changes: Any,
 ) -> TrainState:
     """A model of one layer more than stages, over all ranks of this call."""
     stages = ranks * virtual
-    config = tiny_section(num_layers=stages + 1, **section)
+    config = tiny_config(num_layers=stages + 1, **changes)
     plan = PipelinePlan(ranks, virtual, kind, partition(stages + 1, stages, head=0.0))
     mesh = build_mesh({"pipeline": ranks}, CPU) if ranks > 1 else serial_mesh()
     return tiny_state(mesh, config, precision=precision, dtype=dtype, pipeline=plan)
@@ -211,7 +211,7 @@ def outputs(ranks: int, order: str = "") -> Outputs:
 
 def whole_of_two() -> TrainState:
     """The model of two stages, in one process."""
-    return tiny_state(serial_mesh(), tiny_section(num_layers=3))
+    return tiny_state(serial_mesh(), tiny_config(num_layers=3))
 
 
 @pytest.mark.parametrize("order", ["", "reversed"])

@@ -13,7 +13,7 @@ from megatron.train.signals import Stopped
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.dist import Pool
-from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_section, tiny_state
+from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_config, tiny_state
 
 NORM = "transformer.layers.1.attention_norm.weight"
 CUT = "transformer.layers.0.mlp.up.weight"
@@ -66,7 +66,7 @@ def trained(
     tensor: int | str, dtype: torch.dtype, dropout: float = 0.0, zero_stage: int = 0
 ) -> TrainState:
     """tensor: ranks of a layer, or a layout."""
-    config = tiny_section(hidden_dropout=dropout, attention_dropout=dropout)
+    config = tiny_config(hidden_dropout=dropout, attention_dropout=dropout)
     state = tiny_state(mesh_of_ranks(tensor), config, dtype=dtype, zero_stage=zero_stage)
     for number in range(3):
         batches = micro_batches(samples(4, first=4 * number), state.mesh, 1)

@@ -19,7 +19,7 @@ from megatron.train.diagnose import NonFiniteError
 from megatron.train.state import TrainState
 from megatron.train.step import StepResult, count, forward_backward, train_step
 from tests import plain
-from tests.bert import bert_samples, bert_section
+from tests.bert import bert_config, bert_samples
 from tests.dist import Pool
 from tests.refusals import refusal
 from tests.tiny import (
@@ -29,7 +29,7 @@ from tests.tiny import (
     mesh_of_ranks,
     micro_batches,
     samples,
-    tiny_section,
+    tiny_config,
     tiny_state,
     tiny_weights,
     whole_gradients,
@@ -50,8 +50,8 @@ def outputs(
 ) -> tuple[Tensor, Tensor]:
     """(logits, labels) of a step of 4 samples, a micro-batch each."""
     mesh = mesh_of_ranks(tensor_size, sequence_parallel=sequence_parallel)
-    section, draw = (None, samples) if model == "gpt2" else (bert_section("pre-ln"), bert_samples)
-    state = tiny_state(mesh, section, zero_stage=zero_stage)
+    config, draw = (None, samples) if model == "gpt2" else (bert_config("pre-ln"), bert_samples)
+    state = tiny_state(mesh, config, zero_stage=zero_stage)
     found = train_step(state, micro_batches(draw(4), mesh, 1), 1e-3, return_outputs=True).outputs
     return found.logits, found.labels
 
@@ -300,7 +300,7 @@ def test_fp16_learns_with_loss_scaling(gloo: Pool) -> None:
 
 
 def test_dropout_is_on_in_training_and_off_in_evaluation() -> None:
-    state = tiny_state(mesh_of_ranks(1), tiny_section(hidden_dropout=0.5))
+    state = tiny_state(mesh_of_ranks(1), tiny_config(hidden_dropout=0.5))
     state.model.eval()
     first = step(state, 0).loss
     assert state.model.training
@@ -318,7 +318,7 @@ class Halved:
         return self.whole(*arguments) / 2
 
 
-@pytest.mark.parametrize(("kind", "draw"), [(tiny_section, samples), (bert_section, bert_samples)])
+@pytest.mark.parametrize(("kind", "draw"), [(tiny_config, samples), (bert_config, bert_samples)])
 def test_the_host_waits_for_the_device_once_a_step(kind: Any, draw: Any) -> None:
     state = tiny_state(mesh_of_ranks(1), kind(hidden_dropout=0.1, attention_dropout=0.1))
     batches = micro_batches(draw(4), state.mesh, 1)
@@ -332,7 +332,7 @@ def test_the_host_waits_for_the_device_once_a_step(kind: Any, draw: Any) -> None
 
 
 def test_bert_losses_are_means_over_masked_tokens_and_samples() -> None:
-    state = tiny_state(serial_mesh(), bert_section(), OptimizerConfig(clip_grad=0.0))
+    state = tiny_state(serial_mesh(), bert_config(), OptimizerConfig(clip_grad=0.0))
     dense = plain.BERT(tiny_weights(state.model), 4)
     batch = bert_samples(4)
     assert len(set(batch.loss_mask.sum(axis=1).tolist())) > 1, "samples differ in masked tokens"

@@ -29,7 +29,7 @@ from tests.data.samples import write_tokenizer
 from tests.dist import Pool
 from tests.programs import SHAPE, finished
 from tests.refusals import field_of, refusal
-from tests.tiny import VOCABULARY, mesh_of_ranks, samples, save_state, tiny_section, tiny_state
+from tests.tiny import VOCABULARY, mesh_of_ranks, samples, save_state, tiny_config, tiny_state
 
 
 def write_checkpoint(directory: Path, tokenizer: Tokenizer, *, attached: bool = True) -> Path:
@@ -122,7 +122,7 @@ def test_another_tokenizer_is_refused(
     assert field_of(error) == "--vocab-file and --merge-file"
 
 
-CONFIG = replace(settings(), model=tiny_section())  # trains to step 3
+CONFIG = replace(settings(), model=tiny_config())  # trains to step 3
 FACTS = {"vocab_size": VOCABULARY, "tokenizer": "f", "data": []}
 
 
@@ -319,7 +319,7 @@ def refused_start(folders: tuple[Path, ...], fault: str, finetune: bool) -> str:
     """The error of each rank; another tokenizer is the second one's alone."""
     is_bad = torch.distributed.get_rank() == 1
     facts = FACTS | {"tokenizer": "g"} if fault == "another tokenizer" and is_bad else FACTS
-    changes = {"model": tiny_section(num_layers=3)} if fault == "larger model" else {}
+    changes = {"model": tiny_config(num_layers=3)} if fault == "larger model" else {}
     return str(refusal(lambda: start(folders, finetune=finetune, facts=facts, **changes)))
 
 

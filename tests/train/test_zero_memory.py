@@ -22,7 +22,7 @@ from tests.tiny import (
     mesh_of_ranks,
     rows,
     samples,
-    tiny_section,
+    tiny_config,
     tiny_state,
 )
 from tests.tools.plan.counted import Sums
@@ -30,7 +30,7 @@ from tools.layouts.work import Meter
 
 LAYERS = 6
 # Wide, of few tokens, and recomputed: weights take the memory, not activations.
-SECTION = tiny_section(num_layers=LAYERS, hidden_size=128, recompute_granularity="full")
+SECTION = tiny_config(num_layers=LAYERS, hidden_size=128, recompute_granularity="full")
 BUCKET_BYTES = 3 * 2**17  # of half of the gradients of a layer, or less
 WIDE = 4  # bytes of a gradient, master or moment
 WIDTHS = {"bf16": 2, "fp32": 4}  # bytes of a weight
@@ -141,8 +141,8 @@ class Behind(TorchDispatchMode):
 
 
 def products_behind_gathers(prefetches: bool) -> list[int]:
-    section = tiny_section(num_layers=LAYERS, hidden_dropout=0.0, attention_dropout=0.0)
-    state = tiny_state(mesh_of_ranks(1), section, zero_stage=3)
+    config = tiny_config(num_layers=LAYERS, hidden_dropout=0.0, attention_dropout=0.0)
+    state = tiny_state(mesh_of_ranks(1), config, zero_stage=3)
     alone = nullcontext() if prefetches else patch.object(Unit, "start", lambda unit: None)
     with alone, Behind() as behind:
         step(state)

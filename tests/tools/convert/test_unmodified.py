@@ -18,7 +18,7 @@ from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_newest
 from tests.data.samples import write_data_of_tokenizer
 from tests.dist import Pool
-from tests.models.test_hf_weights import CASES, rewrite, section_of, state_of, write_folder
+from tests.models.test_hf_weights import CASES, config_of, rewrite, state_of, write_folder
 from tests.programs import newest, pretrain
 from tests.refusals import field_of, refusal
 from tests.tiny import VOCABULARY
@@ -40,16 +40,16 @@ STILL = "--lr 1e-30 --min-lr 0 --weight-decay 0 --lr-warmup-iters 0 --lr-decay-i
 def save(folders: dict[str, str], to: str, tensor_size: int) -> None:
     """A checkpoint of each folder's weights, as a run makes it before its first step."""
     for name, folder in folders.items():
-        section = section_of(Path(folder), CASES[name])
-        state = state_of(section, tensor_size, CASES[name].dtype, draws=False)
+        config = config_of(Path(folder), CASES[name])
+        state = state_of(config, tensor_size, CASES[name].dtype, draws=False)
         state.load_folder(folder)
         facts = {
-            "kind": section.kind,
-            "config": {"model": asdict(section), "data": {"tokenizer_type": "GPT2BPETokenizer"}},
+            "kind": config.kind,
+            "config": {"model": asdict(config), "data": {"tokenizer_type": "GPT2BPETokenizer"}},
             "vocab_size": VOCABULARY,
             "tokenizer": "",
         }
-        files = section.files(None)
+        files = config.files(None)
         place = Path(to) / Path(folder).name
         save_checkpoint(place, 0, state.slices(), facts | state.facts(), state.mesh, files)
 

@@ -35,7 +35,7 @@ from tests.data.samples import write_tokenizer_json
 from tests.dist import Pool
 from tests.programs import assert_equal_bits, newest, pretrain
 from tests.refusals import leaving_nothing, refusal, refused
-from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_section, whole_weights
+from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_config, whole_weights
 from tests.tools.convert.legacy import tutorial
 from tests.tools.convert.legacy.test_pickles import PAYLOADS, write_zip
 from tests.tools.convert.legacy.tutorial import BASE, BATCH, HEADS, POSITIONS, Script
@@ -104,9 +104,9 @@ def imported(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(checkpoint: Path, mesh: Mesh, dtype: torch.dtype, zero_stage: int = 0) -> TrainState:
     manifest = read_manifest(checkpoint)
-    section, size = config_of(manifest), manifest["vocab_size"]
+    config, size = config_of(manifest), manifest["vocab_size"]
     settings = {"dtype": dtype, "optimizer": OPTIMIZER, "zero_stage": zero_stage}
-    state = build_state(section, mesh, size, seed=1, **settings)
+    state = build_state(config, mesh, size, seed=1, **settings)
     state.load(verify(checkpoint, mesh))
     return state
 
@@ -161,9 +161,9 @@ def test_import_goes_on(gloo: Pool, tmp_path: Path, saved: Path, kind: str) -> N
         "lr_warmup_init": pytest.approx(0.1 * tutorial.LR),
         "lr_decay_iters": tutorial.STEPS,
     }
-    section = config_of(manifest)
-    assert section.num_attention_heads == HEADS
-    assert section.max_position_embeddings == POSITIONS
+    config = config_of(manifest)
+    assert config.num_attention_heads == HEADS
+    assert config.max_position_embeddings == POSITIONS
 
     script.widen()
     rates, losses = zip(*script.train(DONE, 3), strict=True)
@@ -637,7 +637,7 @@ def llama(**changes: Any) -> LlamaConfig:
 
 
 OTHERS = {
-    "gpt2": tiny_section(),
+    "gpt2": tiny_config(),
     "unknown": llama(),
     "tied": llama(untie_embeddings_and_output_weights=False),
     "epsilon": llama(layernorm_epsilon=1e-6),
@@ -647,9 +647,9 @@ OTHERS = {
 
 def save_other(name: str, to: Path) -> None:
     """A checkpoint of a model that the script has not."""
-    section = OTHERS[name]
-    state = build_state(section, mesh_of_ranks(1), tutorial.VOCABULARY, seed=1, dtype=torch.float32)
-    facts = {"kind": section.kind, "config": {"model": asdict(section)}, "vocab_size": 263}
+    config = OTHERS[name]
+    state = build_state(config, mesh_of_ranks(1), tutorial.VOCABULARY, seed=1, dtype=torch.float32)
+    facts = {"kind": config.kind, "config": {"model": asdict(config)}, "vocab_size": 263}
     facts = state.facts() | (facts if name != "unknown" else {})
     save_checkpoint(to, 0, state.slices(), facts, state.mesh)
 
