@@ -39,7 +39,7 @@ from megatron.train.compiled import compile_layers
 
 OURS, PLAIN, TRANSFORMERS = "this project", "plain torch", "transformers"
 PEERS, GRAPHS, HOST = {"gpt2": PLAIN, "llama": TRANSFORMERS}, "a block of ", "12 layers, the host"
-MATMULS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "megatron.add_product.")
+MATMULS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "megatron.add_matmul.")
 COPIES = ("aten.clone.", "aten.copy", "aten.cat.", "aten.stack.", "aten._to_copy.", "convert_")
 COMPARED = ("forward", "backward", "matmuls", "attention", "copies", "copied", "saved", "kernels")
 RATIO, LARGEST = "this project's host time / its", "this project's largest count or size / its"

@@ -50,10 +50,10 @@ TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
 
 
 class Attention(nn.Module):
-    def __init__(self, config: LlamaConfig, of_query: Tensor | None) -> None:
-        """of_query: index of the key/value head that each query head of this rank uses."""
+    def __init__(self, config: LlamaConfig, kv_head_index: Tensor | None) -> None:
+        """kv_head_index: index of the key/value head that each query head of this rank uses."""
         super().__init__()
-        h, self.size, self.of_query = config.hidden_size, config.head_size, of_query
+        h, self.size, self.kv_head_index = config.hidden_size, config.head_size, kv_head_index
         groups = config.query_groups * self.size
         self.q_proj, self.o_proj = (nn.Linear(h, h, bias=False) for _ in range(2))
         self.k_proj, self.v_proj = (nn.Linear(h, groups, bias=False) for _ in range(2))
@@ -64,8 +64,8 @@ class Attention(nn.Module):
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = turned(q, cos, sin), turned(k, cos, sin)
-        if self.of_query is not None:
-            k, v = k[:, self.of_query], v[:, self.of_query]
+        if self.kv_head_index is not None:
+            k, v = k[:, self.kv_head_index], v[:, self.kv_head_index]
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(seen.transpose(1, 2).flatten(2))
 
@@ -86,11 +86,11 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: LlamaConfig, of_query: Tensor | None) -> None:
+    def __init__(self, config: LlamaConfig, kv_head_index: Tensor | None) -> None:
         super().__init__()
         h, epsilon = config.hidden_size, config.layernorm_epsilon
         self.input_layernorm = nn.RMSNorm(h, epsilon)
-        self.self_attn = Attention(config, of_query)
+        self.self_attn = Attention(config, kv_head_index)
         self.post_attention_layernorm = nn.RMSNorm(h, epsilon)
         self.mlp = MLP(h, config.ffn_size)
 
@@ -103,12 +103,12 @@ class PlainLlama(nn.Module):
     """Llama in a tutorial's style; parameters have transformers' names without "model."."""
 
     def __init__(
-        self, config: LlamaConfig, vocab_size: int, of_query: Tensor | None = None
+        self, config: LlamaConfig, vocab_size: int, kv_head_index: Tensor | None = None
     ) -> None:
         super().__init__()
         h, self.rotary = config.hidden_size, RotaryEmbedding(config.head_size)
         self.embed_tokens = nn.Embedding(vocab_size, h)
-        self.layers = nn.ModuleList(Layer(config, of_query) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(config, kv_head_index) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(h, config.layernorm_epsilon)
         self.lm_head = nn.Linear(h, vocab_size, bias=False)
 
@@ -161,12 +161,12 @@ def torchs(
 ) -> Turn:
     config = steps.read(flags, rank.size, settings)
     ours, vocab_size = config.model, open_samples(config)[1]
-    of_query = None
+    kv_head_index = None
     if own_heads:
         each = ours.num_attention_heads // rank.size
         own = torch.arange(rank.rank * each, (rank.rank + 1) * each)
-        of_query = own * ours.query_groups // ours.num_attention_heads
-    model = PlainLlama(ours, vocab_size, of_query)
+        kv_head_index = own * ours.query_groups // ours.num_attention_heads
+    model = PlainLlama(ours, vocab_size, kv_head_index)
     weights = to_theirs(
         LLAMA, resolve(LLAMA, ours, vocab_size), peers.initial_weights(ours, vocab_size)
     )

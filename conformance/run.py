@@ -225,25 +225,25 @@ def start(python: str, job: Mapping[str, Any], folder: Path, timeout: float) -> 
         finally:
             if process.poll() is None:
                 _end(process, folder)
-    told = {
+    reports = {
         rank: json.loads(each.read_text())
         for rank in range(number)
         if (each := folder / f"{rank}.json").is_file()
     }
-    if ended := [each for each in told.values() if "time" in each]:
+    if ended := [each for each in reports.values() if "time" in each]:
         first = min(ended, key=lambda each: each["time"])  # others fail because it did
         if "refused" in first:
             raise Failure(f"refused: {first['refused']}")
         text = first["failed"].strip()
         raise Failure(f"the trainer fails: {text.splitlines()[-1]}\n{text}")
-    if hung or process.returncode or len(told) < number:
+    if hung or process.returncode or len(reports) < number:
         lines = [f"no end within {timeout:g} seconds" if hung else "the ranks died"]
         lines += output.read_bytes()[:said].decode(errors="replace").splitlines()[-TAIL:]
         for file in sorted(folder.glob("*.stack")):
             if text := file.read_text().strip():
                 lines += [f"rank {file.stem}: {text}"]
         raise Failure("\n".join(lines))
-    return [told[rank] for rank in range(number)]
+    return [reports[rank] for rank in range(number)]
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -290,11 +290,11 @@ def run_model(fixture: Fixture, options: argparse.Namespace, flops: int) -> Resu
         try:
             for number, each in enumerate(jobs):
                 folder = Path(place) / str(number)
-                told = start(options.python, each, folder, options.timeout)
+                reports = start(options.python, each, folder, options.timeout)
                 figures.add(read_figures(folder / "figures.safetensors"))
-                counts = [rank["division"] for rank in told]
+                counts = [rank["division"] for rank in reports]
                 divided.append(division(counts, each["layout"], fixture, flops))
-                versions = told[0]["versions"]
+                versions = reports[0]["versions"]
         except Failure as error:
             return Result(fixture.name, 2, str(error), versions=versions)
     return judge(fixture, figures, options, divided, versions)
@@ -353,10 +353,10 @@ def flops_of(fixture: Fixture) -> int:
 
 def as_json(results: Sequence[Result], options: argparse.Namespace, status: int) -> dict[str, Any]:
     def of(result: Result) -> dict[str, Any]:
-        told = asdict(result)
-        told["largest"] = {name: asdict(each) for name, each in largest(result.differences).items()}
-        told["word"] = WORDS[result.status]
-        return told
+        data = asdict(result)
+        data["largest"] = {name: asdict(each) for name, each in largest(result.differences).items()}
+        data["word"] = WORDS[result.status]
+        return data
 
     return {
         "adapter": options.adapter,
@@ -380,10 +380,10 @@ def main(arguments: Sequence[str]) -> int:
     found = {each.status for each in results}
     status = next((each for each in (1, 2, 3) if each in found), 0)
     if options.json:
-        told = json.dumps(as_json(results, options, status))
+        text = json.dumps(as_json(results, options, status))
         # The difference of a missing figure is infinite, which JSON has no number for.
-        told = json.loads(told, parse_constant=lambda _: None)
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+        record = json.loads(text, parse_constant=lambda _: None)
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
     return status
 
 

@@ -35,7 +35,7 @@ from conformance.fixture import COMPARED, Figures, Fixture, write_figures
 
 KINDS = ("parameters", "gradients", "optimizer")
 LIBRARIES = "torch numpy safetensors transformers accelerate deepspeed megatron-core lightning"
-# Attention of the CPU, which torch's table lacks: products of a forward, and of a backward.
+# Attention of the CPU, which torch's table lacks: matmuls of a forward, and of a backward.
 ATTENTION = {
     "_scaled_dot_product_flash_attention_for_cpu": (0, 2),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (1, 5),
@@ -43,10 +43,10 @@ ATTENTION = {
 
 
 class Matmuls(TorchDispatchMode):
-    """Counts the FLOPs of this rank's matrix products and attention.
+    """Counts the FLOPs of this rank's matmuls and attention.
 
-    FlopCounterMode counts a product of DTensors by its whole size. This one leaves a DTensor to
-    itself, and counts the local product that it makes; not the one of fake tensors, from which
+    FlopCounterMode counts a matmul of DTensors by its whole size. This one leaves a DTensor to
+    itself, and counts the local matmul that it makes; not the one of fake tensors, from which
     DTensor learns shapes.
     """
 
@@ -77,9 +77,9 @@ class Matmuls(TorchDispatchMode):
         if formula is not None:
             self.flops += int(formula(*args, **kwargs, out_val=out))
         elif name in ATTENTION:
-            first, products = ATTENTION[name]
+            first, matmuls = ATTENTION[name]
             query, key = args[first], args[first + 1]
-            self.flops += 2 * products * query.numel() * key.shape[-2]
+            self.flops += 2 * matmuls * query.numel() * key.shape[-2]
         return out
 
 
@@ -182,14 +182,14 @@ def main(file: str) -> int:
     own = folder / f"{rank}.pid"  # whom the runner ends where it must
     own.write_text(str(os.getpid()))
     try:
-        told = work(job, rank)
+        report = work(job, rank)
     except Refused as error:
-        told = {"refused": " ".join(str(error).split()), "time": time.time()}
+        report = {"refused": " ".join(str(error).split()), "time": time.time()}
     except Exception:
-        told = {"failed": traceback.format_exc(), "time": time.time()}
-    (folder / f"{rank}.json").write_text(json.dumps(told))
+        report = {"failed": traceback.format_exc(), "time": time.time()}
+    (folder / f"{rank}.json").write_text(json.dumps(report))
     own.unlink()
-    return 0 if "division" in told else 1
+    return 0 if "division" in report else 1
 
 
 if __name__ == "__main__":

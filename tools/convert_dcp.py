@@ -112,7 +112,7 @@ def import_checkpoint(
         read_tensors,
         read_tutorial,
     )
-    from tools.convert.writing import Progress, check_weights, tell, write_checkpoint
+    from tools.convert.writing import Progress, check_weights, print_import, write_checkpoint
 
     saved = read_tutorial(source, scheduler)
     config = replace(
@@ -153,7 +153,7 @@ def import_checkpoint(
         "seq_length": min(512, config.max_position_embeddings),
     }
     flags = [word for name, value in settings.items() for word in arguments_of(flag(name), value)]
-    tell(source, path, config, [*flags, *DATA])
+    print_import(source, path, config, [*flags, *DATA])
     print(f"a run resumes after {saved.updates} updates and {progress.samples} samples")
 
 

@@ -86,7 +86,7 @@ def import_model(
 
     from tools.convert.compare import compare_logits
     from tools.convert.weights import read_weights
-    from tools.convert.writing import tell, write_checkpoint
+    from tools.convert.writing import print_import, write_checkpoint
 
     weights = read_weights(folder, model.family, model.config, model.vocab_size)
     has_tokenizer = not isinstance(tokenizer, vocabulary.NoTokenizer)
@@ -105,7 +105,7 @@ def import_model(
     )
     if others:
         print(f"not kept, and missing in an export: {' '.join(others)}")
-    tell(source, path, model.config)
+    print_import(source, path, model.config)
 
 
 def export_model(

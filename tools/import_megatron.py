@@ -83,7 +83,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
             read_rank,
             read_weights,
         )
-        from tools.convert.writing import check_weights, tell, write_checkpoint
+        from tools.convert.writing import check_weights, print_import, write_checkpoint
 
         files = find_files(Path(settings.source))
         tokenizer = build_tokenizer(
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         f"{len(ranks)} model-parallel rank{'s' if len(ranks) > 1 else ''}, checkpoint_version "
         f"{version:g}, rows of Q, K and V in the order {ORDERS[min(int(version), 2)]}"
     )
-    tell(files[0], path, config)
+    print_import(files[0], path, config)
 
 
 if __name__ == "__main__":

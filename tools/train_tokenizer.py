@@ -203,7 +203,7 @@ def train_wordpiece(paths: Sequence[Path], vocab_size: int, *, is_lower_case: bo
     tokenizer.train_from_iterator(texts(paths, again=True), trainer)
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
-    tell_unknown(build_wordpiece(tokens, is_lower_case=is_lower_case), sample, most)
+    warn_of_unknown(build_wordpiece(tokens, is_lower_case=is_lower_case), sample, most)
     return {"vocab.txt": "".join(f"{token}\n" for token in tokens).encode()}
 
 
@@ -219,7 +219,7 @@ def sampled(texts: Iterable[str], sample: list[str]) -> Iterator[str]:
         yield text
 
 
-def tell_unknown(tokenizer: Tokenizer, sample: Sequence[str], most: int) -> None:
+def warn_of_unknown(tokenizer: Tokenizer, sample: Sequence[str], most: int) -> None:
     """Warn if much of the training text is [UNK].  most: limit of the tokenizer's letters."""
     encodings = tokenizer.encode_batch(sample, add_special_tokens=False)
     ids = [number for encoding in encodings for number in encoding.ids]

@@ -17,7 +17,7 @@ Pooling = Literal["class-token", "mean"]
 HALF = (0.5, 0.5, 0.5)  # mean and deviation of colors where no data give them
 TOKEN_TYPES = 2  # of the first and the second segment of a BERT sample
 # Files beside the model in a folder of transformers, and in a folder that an export makes.
-BESIDE = (
+HF_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -29,10 +29,10 @@ BESIDE = (
     "vocab.txt",
     "merges.txt",
 )
-KEPT = "hf_"  # prefix of files in a checkpoint that were in such a folder
+HF_PREFIX = "hf_"  # prefix of files in a checkpoint that were in such a folder
 
 
-def beside(folder: Path, prefix: str = "", names: Iterable[str] = BESIDE) -> dict[str, bytes]:
+def hf_files(folder: Path, prefix: str = "", names: Iterable[str] = HF_FILES) -> dict[str, bytes]:
     """{name: content} of files with these names, which have this prefix in the folder."""
     files = {name: folder / f"{prefix}{name}" for name in names}
     return {name: file.read_bytes() for name, file in files.items() if file.is_file()}
@@ -107,8 +107,8 @@ class KindConfig:
     def files(self, saved: Path | None) -> Mapping[str, bytes]:
         """{name: content} of files that checkpoints keep beside the model. saved: the checkpoint
         that the run resumes, or whose weights it takes."""
-        files = {} if saved is None else beside(saved, KEPT, ("config.json", *BESIDE))
-        return {f"{KEPT}{name}": content for name, content in files.items()}
+        files = {} if saved is None else hf_files(saved, HF_PREFIX, ("config.json", *HF_FILES))
+        return {f"{HF_PREFIX}{name}": content for name, content in files.items()}
 
     @property
     def widths(self) -> dict[str, int]:

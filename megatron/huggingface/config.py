@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 import tyro
 
-from megatron.config.model import BESIDE, KEPT, KindConfig, RecomputeGranularity, beside
+from megatron.config.model import HF_FILES, HF_PREFIX, KindConfig, RecomputeGranularity, hf_files
 from megatron.errors import UsageError
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
@@ -24,7 +24,7 @@ FETCHED = (
     "preprocessor_config.json",
     "model*.safetensors",
     "model.safetensors.index.json",
-    *BESIDE,
+    *HF_FILES,
 )
 
 
@@ -147,10 +147,10 @@ class HuggingFaceConfig(KindConfig):
     def files(self, saved: Path | None) -> Mapping[str, bytes]:
         found: dict[str, bytes] = {}
         if saved is not None and not Path(self.hf_model).is_dir():
-            found = beside(saved, KEPT)
+            found = hf_files(saved, HF_PREFIX)
         with suppress(UsageError):  # the hub may be out of reach
-            found = found or beside(fetch(self.hf_model, BESIDE))
-        return {f"{KEPT}{name}": content for name, content in found.items()}
+            found = found or hf_files(fetch(self.hf_model, HF_FILES))
+        return {f"{HF_PREFIX}{name}": content for name, content in found.items()}
 
     def starts_from(self) -> str | None:
         folder = Path(self.hf_model)

@@ -118,7 +118,7 @@ def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     return y + bias if torch.compiler.is_compiling() else y.add_(bias)
 
 
-def add_product(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def add_matmul(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """y + x W', rounded once."""
     if torch.compiler.is_compiling():
         return torch.addmm(y, x, weight.T)
@@ -130,7 +130,7 @@ def input_term(dys: Sequence[Tensor], weights: Iterable[Tensor]) -> Tensor:
     """The sum of all dy W, [n, in]."""
     dx: Tensor | None = None
     for dy, weight in zip(dys, weights, strict=True):
-        dx = kernels.matmul(dy, weight.T) if dx is None else add_product(dx, dy, weight.T)
+        dx = kernels.matmul(dy, weight.T) if dx is None else add_matmul(dx, dy, weight.T)
     assert dx is not None
     return dx
 

@@ -60,7 +60,7 @@ class Summa(Gathered):
         for block, *its_weights in _in_turn((self.columns, [x]), (self.rows, weights)):
             if ys:
                 pairs = zip(ys, its_weights, strict=True)
-                ys = [layers.add_product(y, block, weight) for y, weight in pairs]
+                ys = [layers.add_matmul(y, block, weight) for y, weight in pairs]
             else:
                 ys = [kernels.matmul(block, its) for its in its_weights]
         return [*map(layers.add_bias, ys, biases)]

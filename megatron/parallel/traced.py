@@ -23,7 +23,7 @@ from megatron.parallel.bucket import Deferral, GradientView
 _numbers = count()
 _views = WeakValueDictionary[int, GradientView]()
 _library = torch.library.Library("megatron", "FRAGMENT")
-_library.define("add_product(Tensor handle, Tensor dy, Tensor x) -> Tensor")
+_library.define("add_matmul(Tensor handle, Tensor dy, Tensor x) -> Tensor")
 _library.define("add_gradient(Tensor handle, Tensor gradient) -> Tensor")
 
 
@@ -35,7 +35,7 @@ def handle_of(view: GradientView) -> Tensor:
     return torch.tensor([float(number)], dtype=torch.float64, device="cpu", requires_grad=True)
 
 
-def _add_product(handle: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+def _add_matmul(handle: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     view = _views[int(handle)]
     if view.deferral.is_on:
         # The graph reuses their memory. An x that two weights share is cloned for each.
@@ -51,7 +51,7 @@ def _add_gradient(handle: Tensor, gradient: Tensor) -> Tensor:
     return handle.new_zeros(1)
 
 
-for _name, _function in (("add_product", _add_product), ("add_gradient", _add_gradient)):
+for _name, _function in (("add_matmul", _add_matmul), ("add_gradient", _add_gradient)):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"megatron::{_name}", lambda handle, *_: handle.new_zeros(1))
 
@@ -66,7 +66,7 @@ class TracedView:
         self.token: Tensor | None = None
 
     def add_matmul(self, dy: Tensor, x: Tensor) -> None:
-        self.token = torch.ops.megatron.add_product(self.handle, dy, x)
+        self.token = torch.ops.megatron.add_matmul(self.handle, dy, x)
 
     def add(self, gradient: Tensor) -> None:
         self.token = torch.ops.megatron.add_gradient(self.handle, gradient)

@@ -63,7 +63,7 @@ KINDS = (  # (kind, pattern for names of kernels and operators); the first match
     (
         "matmul",
         r"gemm|gemv|nvjet|cutlass|cublas|splitk|triton_tem_|::_?(linear|addmm)|::(add|ba?dd)?b?mm\b"
-        "|::add_product",
+        "|::add_matmul",
     ),
     ("copies", r"memcpy|memset|copy|catarray|fill|::(cat|stack|clone|zero_)\b"),
     ("elementwise", r"^aten::|elementwise|reduce|layer_?norm|rms_?norm|gamma|softmax|nll_loss"),

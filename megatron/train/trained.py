@@ -21,7 +21,7 @@ from megatron.checkpoint.resume import (
     require_kind,
 )
 from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
-from megatron.config.model import KEPT, KindConfig, beside
+from megatron.config.model import HF_PREFIX, KindConfig, hf_files
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse_part
 from megatron.config.pretrain import PretrainConfig
@@ -105,7 +105,7 @@ def open_trained(
         raise UsageError(file_flags(kind), " ".join(given_files) or f"in {path}", allowed)
 
     # The end marks beside its weights: one or several eos_token_id.
-    files = beside(path, KEPT, ("generation_config.json", "config.json"))
+    files = hf_files(path, HF_PREFIX, ("generation_config.json", "config.json"))
     of_model = manifest["config"]["model"].get("hf_config") or b"{}"  # of --hf-model
     marks = (json.loads(each).get("eos_token_id") for each in (*files.values(), of_model))
     ends: Any = next((each for each in marks if each is not None), [])

@@ -19,7 +19,7 @@ def steady(rank: Rank, number: float = 1.0, log: str = "") -> Turn:
         if log:
             with Path(log).open("a") as lines:
                 print(os.getpid(), f"{number:g}", file=lines)
-        return {"number": number, "wall": number, "told": [number]}
+        return {"number": number, "wall": number, "checked": [number]}
 
     return turn
 

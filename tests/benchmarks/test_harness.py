@@ -148,9 +148,9 @@ def test_record_before_a_failure(tmp_path: Path) -> None:
 def test_figures_must_be_the_same(
     first: float, number: float, tolerance: float, is_same: bool
 ) -> None:
-    both = [contender("first", first), contender("other", number, same={"told": tolerance})]
+    both = [contender("first", first), contender("other", number, same={"checked": tolerance})]
     with nullcontext() if is_same else pytest.raises(SystemExit):
-        assert "told" not in measured(both)[0]["rounds"][0]
+        assert "checked" not in measured(both)[0]["rounds"][0]
 
 
 def test_turns_in_a_row() -> None:

@@ -81,10 +81,10 @@ def test_a_known_fault_is_named(number: int, name: str) -> None:
     assert result.status == 1
     assert result.fault is not None
     # Some are equal by theory at some number of ranks; then both are said.
-    told = {result.fault.fault}
+    named = {result.fault.fault}
     if result.fault.next_distance < 1e-3:
-        told.add(str(result.fault.next_fault))
-    assert name in told
+        named.add(str(result.fault.next_fault))
+    assert name in named
     assert name in str(result)
 
 
@@ -304,7 +304,7 @@ def local_counts() -> tuple[int, dict[str, int]]:
 
 def test_a_rank_counts_its_own_part_of_a_distributed_tensor(gloo: Pool) -> None:
     for flops, held in gloo.run(2, local_counts):
-        assert flops == 2 * 4 * 8 * 3  # half of the product
+        assert flops == 2 * 4 * 8 * 3  # half of the matmul
         assert held == {"elements": 24, "bytes": 96}
 
 
@@ -458,9 +458,9 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     words = f"--adapter {PLAIN} --layout data=1 --resume 3 --resume-layout data=2 --model gpt2"
     assert run.main([*words.split(), "--json", str(file)]) == 0
     assert "agreement" in capsys.readouterr().out
-    told = json.loads(file.read_text())
-    assert told["status"] == 0
-    result = told["models"]["gpt2"]
+    record = json.loads(file.read_text())
+    assert record["status"] == 0
+    result = record["models"]["gpt2"]
     assert result["versions"]["torch"] == torch.__version__
     first, second = result["division"]
     assert first["flops"]["times"] == second["flops"]["times"] == 1

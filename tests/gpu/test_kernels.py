@@ -89,14 +89,14 @@ def test_a_compiled_backward_hands_over_what_a_gpu_computed(device: torch.device
     )
     wanted = dy.cpu().double().T @ x.cpu().double()
     for times in (1, 2):
-        zero = torch.ops.megatron.add_product(view.handle, dy, x).detach()
+        zero = torch.ops.megatron.add_matmul(view.handle, dy, x).detach()
         assert (zero.device.type, zero.item()) == ("cpu", 0.0)
         assert view.gradient.device.type == device.type
         assert error(view.gradient, times * wanted) < (4e-3 if device.type == "cpu" else 1e-5)
     torch.ops.megatron.add_gradient(bias.handle, dy[0])
     assert torch.equal(bias.gradient, dy[0].float())
     with buckets.backward(is_last=False, is_deferred=True) as deferred:
-        torch.ops.megatron.add_product(view.handle, dy, x)
+        torch.ops.megatron.add_matmul(view.handle, dy, x)
     dy.zero_()  # as a graph does with its memory
     buckets.add_deferred(deferred, is_last=True)
     assert error(view.gradient, 3 * wanted) < (4e-3 if device.type == "cpu" else 1e-5)

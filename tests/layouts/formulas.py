@@ -125,7 +125,7 @@ class Shape:
 
 
 def matmul_flops(x: Shape) -> int:
-    """3 products where the forward has one, and the layers' once more where they are recomputed."""
+    """3 matmuls where the forward has one, and the layers' once more where they are recomputed."""
     n, h, t = x.n, x.h, x.t
     core = 4 * n * x.attended * x.a * x.head // t
     wide = 3 if x.is_llama else 2  # the MLP has a gate

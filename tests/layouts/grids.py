@@ -29,7 +29,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """How x W' is computed: over which lanes x, W and y go."""
 
     x: Lane
@@ -45,13 +45,13 @@ class Sender:
             weight = Lane("weight", t)
             i_to_k = Lane("input", t), Lane("output", t)
             self.hidden, self.inner_hidden, self.tokens = i_to_k[1], i_to_k[0], Lane("tokens", e)
-            self.entering = Product(i_to_k[0], weight, i_to_k[1])
-            self.leaving = Product(i_to_k[1], weight, i_to_k[0])
-            self.outside = Product(self.hidden, self.tokens, Lane("", 1))
+            self.entering = Matmul(i_to_k[0], weight, i_to_k[1])
+            self.leaving = Matmul(i_to_k[1], weight, i_to_k[0])
+            self.outside = Matmul(self.hidden, self.tokens, Lane("", 1))
         else:
             self.hidden, self.tokens = Lane("column", t), Lane("row", t)
             self.inner_hidden = self.hidden
-            summa = Product(Lane("column", t, t), Lane("row", t, t), Lane("", 1))
+            summa = Matmul(Lane("column", t, t), Lane("row", t, t), Lane("", 1))
             self.entering = self.leaving = self.outside = summa
 
     def send(self, lane: Lane, whole: int, times: int, passes: int = 1) -> None:
@@ -59,17 +59,17 @@ class Sender:
         self.found.add(lane.axis, lane.size, passes, whole // lane.calls, times * lane.calls)
 
     def linear(
-        self, product: Product, n: int, fan_in: int, *fan_outs: int, times: int, again: int = 0
+        self, matmul: Matmul, n: int, fan_in: int, *fan_outs: int, times: int, again: int = 0
     ) -> None:
         """again: forwards more than there are backwards. fan_outs: of each weight; those that
         every rank has whole are given as they are multiplied, times t."""
         x, forwards = self.x, times + again
-        self.send(product.x, n * fan_in * x.w, forwards + 2 * times)  # x, and for dW; dx
+        self.send(matmul.x, n * fan_in * x.w, forwards + 2 * times)  # x, and for dW; dx
         for fan_out in fan_outs:
-            matrix = fan_in * fan_out * product.weight.size // (x.t * x.e)
-            self.send(product.weight, matrix * x.w, forwards + times)  # W, and for dx
-            self.send(product.weight, matrix * x.wide, times)  # dW
-            self.send(product.y, n * fan_out * x.w, forwards + times)  # y; dy
+            matrix = fan_in * fan_out * matmul.weight.size // (x.t * x.e)
+            self.send(matmul.weight, matrix * x.w, forwards + times)  # W, and for dx
+            self.send(matmul.weight, matrix * x.wide, times)  # dW
+            self.send(matmul.y, n * fan_out * x.w, forwards + times)  # y; dy
 
     def norm(self, n: int, times: int, again: int = 0) -> None:
         """Squares of each rank's columns, and their mean but for RMSNorm; in the backward as many

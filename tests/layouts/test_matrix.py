@@ -107,7 +107,7 @@ def run_group(pool: Pool, group: Group, number: int, device: str) -> dict[Case, 
 def outcomes(
     pool: Pool, group: Group, number: int, device: str
 ) -> dict[Case, set[str]] | Exception:
-    """A failure, which is every case's of the group, is told at once and not met again."""
+    """A failure of a group, which is that of each case, is reported once."""
     try:
         return run_group(pool, group, number, device)
     except Exception as error:

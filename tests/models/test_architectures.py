@@ -6,7 +6,7 @@ import pytest
 
 from tools.experiments.architectures import rows
 
-# Dense ones that are not, and what they are told.
+# Dense ones that are not, and the reason in the message.
 REFUSED = {
     "gemma3n": "timm",  # its vision tower is another library's, which the tests do not install
     "xmod, masked words": "language",  # which its config.json says, and its defaults do not

@@ -17,7 +17,7 @@ BATCH, HEADS, SIZE = 2, 3, 8
 
 
 def draw(length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """q, k and v as a fused product gives them: views that do not lie side by side."""
+    """q, k and v as a fused matmul gives them: views that do not lie side by side."""
     generator = torch.Generator().manual_seed(0)
     shape = (BATCH, length, 3, HEADS, SIZE)
     qkv = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)

@@ -462,7 +462,7 @@ def test_bf16_gradients_accumulate_in_fp32(gloo: Pool, size: int) -> None:
 
 
 class Order(TorchDispatchMode):
-    """Names of the matrix products, of the collectives and the waits for these, and of what adds up
+    """Names of the matmuls, of the collectives and the waits for these, and of what adds up
     lists of tensors, in order."""
 
     def __init__(self) -> None:
@@ -518,8 +518,8 @@ def order_of_a_model() -> list[str]:
 def test_reduction_overlaps_the_backward(gloo: Pool) -> None:
     for seen in gloo.run(2, order_of_a_model):
         calls = [number for number, each in enumerate(seen) if each == "allreduce"]
-        products = [number for number, each in enumerate(seen) if "mm" in each]
-        assert calls[0] < products[len(products) // 4]
+        matmuls = [number for number, each in enumerate(seen) if "mm" in each]
+        assert calls[0] < matmuls[len(matmuls) // 4]
         assert len(calls) > 10
         assert "wait" not in seen, "the end of the step waits"
 
@@ -572,8 +572,8 @@ def order_of_a_compiled_layer(sequence_parallel: bool) -> list[str]:
 @pytest.mark.parametrize(
     ("sequence_parallel", "order"),
     [
-        (False, "mm all_reduce add_product wait"),
-        (True, "all_gather_into_tensor mm reduce_scatter_tensor wait add_product wait"),
+        (False, "mm all_reduce add_matmul wait"),
+        (True, "all_gather_into_tensor mm reduce_scatter_tensor wait add_matmul wait"),
     ],
 )
 def test_a_compiled_layer_does_it_in_the_same_order(

@@ -1,4 +1,4 @@
-"""The kernels of megatron/parallel/cpu: matrix products by oneDNN are those by torch, and only
+"""The kernels of megatron/parallel/cpu: matmuls by oneDNN are those by torch, and only
 where oneDNN is quick. Without that folder all runs in plain torch, and the equalities still hold.
 """
 
@@ -106,7 +106,7 @@ def test_a_narrow_gradient_is_rounded_once(dtype: torch.dtype, is_filled: bool) 
     x, dy, out = (draw(*each, dtype=dtype) for each in ((N, IN), (N, OUT), (OUT, IN)))
     expected = dy.double().T @ x.double() + (out.double() if is_filled else 0)
     add_matmul_(out, dy, x, accumulate=is_filled)
-    steps = 0.501 if dtype in onednn.EMULATED else 1.001  # torch's own rounds the product, too
+    steps = 0.501 if dtype in onednn.EMULATED else 1.001  # torch's own rounds the result, too
     torch.testing.assert_close(
         out.double(), expected, rtol=steps * torch.finfo(dtype).eps, atol=0.2 if steps > 1 else 1e-5
     )

@@ -120,7 +120,7 @@ def on_a_rank(axis: Axis, case: Case, whole: Sequence[Tensor], attend: Any = Non
     """(result, dq, dk, dv) of the rank's tokens."""
     own = zigzag(axis.size, whole[0].shape[2])[axis.rank]
     q, k, v, d_out = (each[:, :, own] for each in whole)
-    # As a fused product of a layer gives them: views that do not lie side by side.
+    # As a fused matmul of a layer gives them: views that do not lie side by side.
     inputs = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in (q, k, v)]
     device = whole[0].device
     starts = None if case.starts is None else case.starts[:, own].to(device)

@@ -94,7 +94,7 @@ class Cluster:
             self._start_munge()
             while not self._has_started():
                 attempts += 1
-                assert attempts < 5, self.told()
+                assert attempts < 5, self.log_tails()
                 self._stop(*NODES, "slurmctld")
         except BaseException:
             self.__exit__()
@@ -219,10 +219,10 @@ class Cluster:
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + PATIENCE
         while not condition():
-            assert time.monotonic() < deadline, f"{what}\n{self.told()}"
+            assert time.monotonic() < deadline, f"{what}\n{self.log_tails()}"
             time.sleep(0.1)
 
-    def told(self) -> str:
+    def log_tails(self) -> str:
         """The last lines of the daemons' logs."""
         files = [*self.folder.glob("*.log"), *self.folder.glob("*.out")]
         return "\n".join(f"{file.name}\n{file.read_text()[-2000:]}" for file in files)

@@ -138,14 +138,14 @@ def test_a_step_of_other_nodes_or_gpus_than_the_job_is_refused() -> None:
         assert given == [*numbers]  # what there is, and what the job has
 
 
-# A rank that ends with 75 when it is told to, and says when it can be told.
+# A rank that ends with 75 at a signal, and says when it can get one.
 RANK = """
 import os, signal, sys, time
-told, parent = [], os.getppid()
+received, parent = [], os.getppid()
 for number in (signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, lambda number, frame: told.append(number))
+    signal.signal(number, lambda number, frame: received.append(number))
 open(f"{sys.path[0]}/ready_{os.environ['RANK']}_of_{os.environ['WORLD_SIZE']}", "w").close()
-while not told and os.getppid() == parent:
+while not received and os.getppid() == parent:
     time.sleep(0.05)
 sys.exit(75)
 """

@@ -34,7 +34,7 @@ def run(words: list[str]) -> None:
     main(["--task", *words], {})
 
 
-def told(words: list[str], capsys: Capture, task: str = TASK) -> list[str]:
+def warnings_of(words: list[str], capsys: Capture, task: str = TASK) -> list[str]:
     """The warnings of a command."""
     capsys.readouterr()
     run([task, *words])

@@ -51,7 +51,7 @@ from tests.dist import Pool
 from tests.refusals import refusal, refused
 from tests.tasks import made
 from tests.tasks.made import COUNT, make_examples, small_config, write_files, write_model
-from tests.tasks.program import FEW, TASK, Capture, evaluating, result, run, told
+from tests.tasks.program import FEW, TASK, Capture, evaluating, result, run, warnings_of
 from tests.tiny import (
     assert_relative,
     mesh_of_ranks,
@@ -615,11 +615,11 @@ def test_stopped_seed_begins_anew(
     assert read_metrics(seed / "metrics.jsonl")[-1]["exit_code"] == 75
     (step,) = step_folders(seed)
     for flag in ("--load", "--ensemble"):
-        line = told([flag, str(seed), *evaluating(save)], capsys)[-1]
+        line = warnings_of([flag, str(seed), *evaluating(save)], capsys)[-1]
         assert f"{flag} {seed}" in line
         assert f"{flag} {step}" in line
-    assert told(["--load", str(step), *evaluating(save)], capsys) == []
-    assert told(["--load", str(save / "seed_1234"), *evaluating(save)], capsys) == []
+    assert warnings_of(["--load", str(step), *evaluating(save)], capsys) == []
+    assert warnings_of(["--load", str(save / "seed_1234"), *evaluating(save)], capsys) == []
     before = (save / "seed_1234" / "metrics.jsonl").read_bytes()
     capsys.readouterr()
     run([TASK, *words])
@@ -629,7 +629,7 @@ def test_stopped_seed_begins_anew(
     losses = [f"{each['train_loss']:.4g}" for each in json.loads(record)["seeds"][1]["epochs"]]
     assert re.findall(r"\btrain_loss (\S+)", printed) == losses
     assert (save / "seed_1234" / "metrics.jsonl").read_bytes() == before
-    assert told(["--load", str(seed), *evaluating(save)], capsys) == []
+    assert warnings_of(["--load", str(seed), *evaluating(save)], capsys) == []
 
 
 def test_stop_without_save(
@@ -641,11 +641,11 @@ def test_stop_without_save(
 def test_ensemble_of_one_model(tuned: Tuned, capsys: Capture) -> None:
     save, _ = tuned
     one, two = str(save / "seed_1234"), str(save / "seed_1235")
-    assert told(["--ensemble", one, two, *evaluating(save)], capsys) == []
-    (line,) = told(["--ensemble", one, *evaluating(save)], capsys)
+    assert warnings_of(["--ensemble", one, two, *evaluating(save)], capsys) == []
+    (line,) = warnings_of(["--ensemble", one, *evaluating(save)], capsys)
     assert f"--ensemble {one}" in line
     step = str(step_folders(save / "seed_1234")[0])
-    (line,) = told(["--ensemble", one, two, step, *evaluating(save)], capsys)
+    (line,) = warnings_of(["--ensemble", one, two, step, *evaluating(save)], capsys)
     assert f"--ensemble {step}" in line
 
 
@@ -653,11 +653,11 @@ def test_other_settings_than_in_training(tuned: Tuned, tmp_path: Path, capsys: C
     save, _ = tuned
     words = ["--load", str(save / "seed_1234"), *evaluating(save)]
     changed = ["--seq-length", "20", "--micro-batch-size", "3", "--dtype", "bf16"]
-    (line,) = told([*words, *changed], capsys)
+    (line,) = warnings_of([*words, *changed], capsys)
     assert "--seq-length 24" in line
     preset = tmp_path / "preset.toml"
     preset.write_text("lr = 1e-3\nepochs = 7\nglobal_batch_size = 9\n", encoding="utf-8")
-    (line,) = told(["--preset", str(preset), *words], capsys)
+    (line,) = warnings_of(["--preset", str(preset), *words], capsys)
     assert "--epochs and --lr and --global-batch-size" in line
 
 

@@ -133,9 +133,9 @@ def test_torn_rows(tmp_path: Path) -> None:
         if are_many:  # more than one of a hundred
             assert place in str(refusal(partial(qqp, file)))
             continue
-        with pytest.warns(UserWarning, match=place) as told:
+        with pytest.warns(UserWarning, match=place) as warned:
             task = qqp(file)
-        assert [place in str(each.message) for each in told] == [True]
+        assert [place in str(each.message) for each in warned] == [True]
         rows = read_back(task, "")
         assert len(rows) == good
         assert (rows[0][0].count('"'), rows[0][1].count('"'), rows[0][2]) == (1, 3, "duplicate")

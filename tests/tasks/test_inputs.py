@@ -166,13 +166,13 @@ CHECKS: dict[str, tuple[Check, bool, list[Any] | None]] = {
 @pytest.mark.parametrize("row", CHECKS)
 def test_checks(row: str) -> None:
     check, warns, counts = CHECKS[row]
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         if counts is None:
             refusal(check)
         else:
             assert [*check().values()] == counts
-    assert bool(told) == warns
+    assert bool(warned) == warns
 
 
 def test_length_and_share_that_pass() -> None:

@@ -74,7 +74,7 @@ def test_missing_figures_are_told(task: str, figures: list[str], missing: list[s
     assert PAPER[task].missing(figures) == missing
     with pytest.warns(UserWarning, match="^--compare-paper: "):
         check_figures(task, figures)
-    check_figures(task, PAPER[task].figures)  # all, which is not told
+    check_figures(task, PAPER[task].figures)  # all of them: no warning
 
 
 def test_units_of_the_paper() -> None:

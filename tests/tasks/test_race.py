@@ -163,9 +163,9 @@ def test_figures(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*has no question")
 def test_passages_without_questions(tmp_path: Path) -> None:
     folder = write(tmp_path / "high", NONE, OTHER, NONE, OTHER | {"article": " \n"})
-    with pytest.warns(UserWarning, match=str(folder)) as told:
+    with pytest.warns(UserWarning, match=str(folder)) as seen:
         task = race(folder)
-    assert [str(each.message).split()[1] for each in told] == [f"{folder}/1.txt", f"{folder}/4.txt"]
+    assert [str(each.message).split()[1] for each in seen] == [f"{folder}/1.txt", f"{folder}/4.txt"]
     counted = task.notes["input"]["valid"]["high"]
     names = ("", "_without_a_question_left_out", "_with_a_blank_text")
     assert [counted[f"passages{name}"] for name in names] == [2, 2, 1]

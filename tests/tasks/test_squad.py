@@ -34,7 +34,7 @@ from tasks.readers.squad_scorer import (
 )
 from tests.refusals import field_of, refusal
 from tests.tasks.made import wordpiece, write_model
-from tests.tasks.program import result, told
+from tests.tasks.program import result, warnings_of
 
 WORDS = ["rain", "spain", "stays", "mainly", "plain", "where", "does", "it", "stay"]
 PASSAGE = "The rain in Spain stays mainly in the plain."
@@ -111,9 +111,9 @@ def test_misplaced_answers(tmp_path: Path) -> None:
     assert squad.questions[198].placed.start == 12
     assert squad.questions[199].placed is None
     assert (squad.moved, squad.lost) == (["moved"], ["lost"])
-    with pytest.warns(UserWarning, match="train.json") as told:
+    with pytest.warns(UserWarning, match="train.json") as warned:
         task = prepare(Settings(valid_data=(file,), **SMALL), MANIFEST, TOKENIZER)
-    assert len(told) == 2
+    assert len(warned) == 2
     counted = task.notes["input"]["valid"][""]
     names = ("blank_questions", "moved_answers", "answers_not_in_passage")
     assert [counted[name] for name in names] == [1, 1, 1]
@@ -416,9 +416,9 @@ def test_na_prob_file(squad: Squad, tmp_path: Path) -> None:
 
 def test_missing_predictions(squad: Squad, tmp_path: Path) -> None:
     file = write_json(tmp_path / "said.json", {"plain": "plain", "snow": "", "fog": "rain"})
-    with pytest.warns(UserWarning, match="said.json") as told:
+    with pytest.warns(UserWarning, match="said.json") as warned:
         found = score_file(squad, file, None, 1.0)
-    assert len(told) == 2
+    assert len(warned) == 2
     assert found["missing_predictions"] == 2
     assert found["exact_match"] == 50
 
@@ -533,9 +533,9 @@ def test_predictions_of_misplaced_answers(tmp_path: Path) -> None:
 def test_losses_are_told(tmp_path: Path) -> None:
     lost = str(refusal(lambda: make_task(tmp_path, max_query_length=4)))
     assert "--max-query-length 4" in lost
-    with pytest.warns(UserWarning, match="--max-query-length 4") as told:
+    with pytest.warns(UserWarning, match="--max-query-length 4") as warned:
         task = make_task(tmp_path, max_query_length=4, checks=ChecksConfig(max_truncated=1.0))
-    assert len(told) == 1
+    assert len(warned) == 1
     assert task.notes["input"]["valid"][""]["truncated_questions"] == 4
     with pytest.warns(UserWarning, match="dev.json"):
         make_task(tmp_path, seq_length=12, doc_stride=99, max_query_length=8)
@@ -601,4 +601,4 @@ def test_trained_evaluated_and_scored_alone(
     )
     shared = {key for key in by_odds["conventions"].keys() & asked.keys() if "best" not in key}
     assert {key: by_odds[key] for key in shared} == {key: asked[key] for key in shared}
-    assert "--lr" in "".join(told([*words, "--lr", "3", "--epochs", "9"], capsys, "SQUAD"))
+    assert "--lr" in "".join(warnings_of([*words, "--lr", "3", "--epochs", "9"], capsys, "SQUAD"))

@@ -46,10 +46,10 @@ def test_texts(source: Path, kind: Callable[[Path], Path], capsys: Capture) -> N
     stream_to_jsonl(str(kind(source)), output)
     documents = open_documents(str(output))  # which would warn of a line that holds none
     assert [documents.text(number) for number in range(documents.num_documents)] == TEXTS
-    told = capsys.readouterr()
-    assert {"4", str(output.stat().st_size)} <= set(told.out.split())
-    assert f"--data-path '{output}'" in told.out
-    assert "3 rows" in told.err
+    printed = capsys.readouterr()
+    assert {"4", str(output.stat().st_size)} <= set(printed.out.split())
+    assert f"--data-path '{output}'" in printed.out
+    assert "3 rows" in printed.err
 
 
 def test_documents(source: Path) -> None:

@@ -405,7 +405,7 @@ def test_a_compiled_backward_may_leave_products_of_weights_to_later() -> None:
     (view, *_) = [each for each in buckets.views if each.name.endswith("mlp.up.weight")]
     dy, x = (torch.ones(3, size, dtype=torch.float64) for size in view.parameter.shape)
     with buckets.backward(is_last=False, is_deferred=True) as deferred:
-        torch.ops.megatron.add_product(view.handle, dy, x)
+        torch.ops.megatron.add_matmul(view.handle, dy, x)
     dy.zero_()
     buckets.add_deferred(deferred, is_last=False)
     assert (view.gradient == 3).all()

@@ -69,7 +69,7 @@ def nan_weight(state: TrainState, module: nn.Module) -> None:
 
 @torch.no_grad()
 def large_weight(state: TrainState, module: nn.Module) -> None:
-    """So large that the product overflows in fp16, in the first micro-batch already."""
+    """So large that the matmul overflows in fp16, in the first micro-batch already."""
     module.get_parameter("weight")[:, ::2] = 60_000.0
 
 
@@ -78,7 +78,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "gradient": (infinite_gradient, f"the gradient at {UP}"),
     "weight gradient": (infinite_weight_gradient, f"the gradient of the weight {UP}.weight"),
     "weight": (nan_weight, f"the weight {UP}.weight itself"),
-    "product": (large_weight, f"the output of {UP}"),
+    "matmul": (large_weight, f"the output of {UP}"),
 }
 
 # The result that is not finite in the end, for the faults that any dtype can have.
@@ -103,7 +103,7 @@ def narrow_diagnoses(bad: tuple[int, int]) -> list[Diagnosis]:
     mesh = mesh_of_ranks(2)
     return [
         diagnosis(mesh, "weight", bad, "none", torch.bfloat16),
-        diagnosis(mesh, "product", bad, "none", torch.float16),
+        diagnosis(mesh, "matmul", bad, "none", torch.float16),
     ]
 
 
@@ -201,7 +201,7 @@ def test_a_context_rank_is_named(gloo: Pool, layout: str, zero: int) -> None:
 def test_the_rank_at_fault_is_named(gloo: Pool) -> None:
     """Values of tensor rank 1 reach rank 0 in the next all-reduce, of the layer after."""
     for found in gloo.run(2, narrow_diagnoses, (0, 1)):
-        for fault, (_, what, place, _) in zip(("weight", "product"), found, strict=True):
+        for fault, (_, what, place, _) in zip(("weight", "matmul"), found, strict=True):
             assert (what, place) == (FAULTS[fault][1], "data 0, tensor 1")
 
 

@@ -143,12 +143,12 @@ def message(ended: list[Ended]) -> str:
     """The text of the one rank that prints the cause, less the stacks of a stall."""
     texts = [each.text for each in ended]
     if any("no progress for" in text for text in texts):
-        told = [text[text.index("no progress") :] for text in texts if "no progress" in text]
+        causes = [text[text.index("no progress") :] for text in texts if "no progress" in text]
         assert all(": stacks\n" in text for text in texts), texts
     else:
-        told = [text for text in texts if text]
-    assert len(told) == 1, texts
-    return told[0]
+        causes = [text for text in texts if text]
+    assert len(causes) == 1, texts
+    return causes[0]
 
 
 @pytest.mark.parametrize("name", FAULTS)

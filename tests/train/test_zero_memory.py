@@ -37,7 +37,7 @@ WIDTHS = {"bf16": 2, "fp32": 4}  # bytes of a weight
 
 
 @dataclass(frozen=True)
-class Held:
+class Memory:
     """By one rank. Numbers of elements are those of whole buckets, with what fills them up."""
 
     lasting: int  # bytes between steps
@@ -71,7 +71,7 @@ def bytes_each(precision: str, stage: int, ranks: int) -> float:
     return weight + gradient + (2 + has_masters) * WIDE / (ranks if stage >= 1 else 1)
 
 
-def in_flight(found: Held, precision: str, stage: int, ranks: int) -> float:
+def in_flight(found: Memory, precision: str, stage: int, ranks: int) -> float:
     """Bytes of a step beside activations: gradients of the bucket that fills and of those that are
     reduced, with the sums that arrive; weights of the layer in use and of the next one, and from
     stage 3 on both of all that is in no layer."""
@@ -93,11 +93,11 @@ def most(sizes: list[int], number: int) -> int:
     return max(sum(sizes[first : first + number]) for first in range(len(sizes)))
 
 
-def hold_stages(precision: str) -> list[Held]:
+def hold_stages(precision: str) -> list[Memory]:
     return [hold(precision, stage) for stage in (0, 1, 2, 3)]
 
 
-def hold(precision: str, stage: int) -> Held:
+def hold(precision: str, stage: int) -> Memory:
     gc.collect()
     before = live_memories()
     make = partial(GradientBuckets.for_master_weights, bucket_bytes=BUCKET_BYTES)
@@ -114,7 +114,7 @@ def hold(precision: str, stage: int) -> Held:
             step(state)
     sizes = [bucket.size for bucket in state.gradients.buckets]
     layers = [bucket.size for bucket in state.gradients.buckets if bucket.is_of_layer]
-    return Held(sum(lasting), meter.peak, sums.most, sum(sizes), sizes, layers)
+    return Memory(sum(lasting), meter.peak, sums.most, sum(sizes), sizes, layers)
 
 
 def step(state: TrainState) -> None:
@@ -123,7 +123,7 @@ def step(state: TrainState) -> None:
 
 
 class Behind(TorchDispatchMode):
-    """Matrix products that come behind each gather."""
+    """Counts the matmuls after each gather."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Behind(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def products_behind_gathers(prefetches: bool) -> list[int]:
+def matmuls_after_gathers(prefetches: bool) -> list[int]:
     config = tiny_config(num_layers=LAYERS, hidden_dropout=0.0, attention_dropout=0.0)
     state = tiny_state(mesh_of_ranks(1), config, zero_stage=3)
     alone = nullcontext() if prefetches else patch.object(Unit, "start", lambda unit: None)
@@ -150,7 +150,7 @@ def products_behind_gathers(prefetches: bool) -> list[int]:
 
 
 def test_zero_3_prefetches_layers(gloo: Pool) -> None:
-    both = (gloo.run(2, products_behind_gathers, each)[0] for each in (True, False))
+    both = (gloo.run(2, matmuls_after_gathers, each)[0] for each in (True, False))
     earlier = [one - other for one, other in zip(*both, strict=True) if one != other]
-    of_layer, others = earlier[0], LAYERS - 1  # products of a forward; layers behind another one
+    of_layer, others = earlier[0], LAYERS - 1  # matmuls of a forward; layers after another one
     assert earlier == [of_layer] * others + [2 * of_layer] * others

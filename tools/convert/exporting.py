@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.save import reason
-from megatron.config.model import BESIDE, KEPT, ModelConfig, ViTConfig, beside
+from megatron.config.model import HF_FILES, HF_PREFIX, ModelConfig, ViTConfig, hf_files
 from megatron.data.tokenizer import Tokenizer
 from megatron.huggingface.weights import INDEX, Bare, layout_of
 from megatron.models.build import build_on_meta
@@ -82,10 +82,10 @@ def write_model(
     if tokenizer is not None:
         values["vocab_size"] = manifest["vocab_size"]
     values["dtype"] = str(dtype).removeprefix("torch.")
-    kept = beside(checkpoint.path, KEPT, ["config.json", *BESIDE])
+    kept = hf_files(checkpoint.path, HF_PREFIX, ["config.json", *HF_FILES])
     if "config.json" in kept:
         options = json.loads(kept.pop("config.json"))
-        imported = describe(options, checkpoint.path / f"{KEPT}config.json").config
+        imported = describe(options, checkpoint.path / f"{HF_PREFIX}config.json").config
         _write_json(folder / "config.json", _updated(options, imported, config, values, family))
     else:
         special = {name: getattr(tokenizer, each) for name, each in family.special.items()}
@@ -181,7 +181,7 @@ def write_unmodified(folder: Path, checkpoint: Checkpoint, shard_size: str = SHA
     options["architectures"] = [type(bare.model).__name__]
     options["dtype"] = str(_dtype_of(checkpoint, next(iter(specs)))).removeprefix("torch.")
     _write_json(folder / "config.json", options)
-    kept = beside(checkpoint.path, KEPT)
+    kept = hf_files(checkpoint.path, HF_PREFIX)
     for name, content in kept.items():
         (folder / name).write_bytes(content)
     if "generation_config.json" not in kept and bare.model.can_generate():

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.checkpoint.format import one_step, step_folders
 from megatron.checkpoint.resume import FOREIGN
-from megatron.config.model import BESIDE, ModelConfig, ViTConfig, beside
+from megatron.config.model import HF_FILES, ModelConfig, ViTConfig, hf_files
 from megatron.errors import UsageError
 from megatron.huggingface.config import FETCHED, fetch
 from megatron.models.registry import KINDS
@@ -68,8 +68,8 @@ def find_folder(name: str) -> Path:
 def split_folder(folder: Path, has_tokenizer: bool) -> tuple[dict[str, bytes], list[str]]:
     """({name: content} of the files that a checkpoint keeps in addition to the weights, names of
     the other files). has_tokenizer: whether the files of the tokenizer are kept."""
-    names = ("config.json", *(BESIDE if has_tokenizer else BESIDE[:1]))
-    kept = beside(folder, names=names)
+    names = ("config.json", *(HF_FILES if has_tokenizer else HF_FILES[:1]))
+    kept = hf_files(folder, names=names)
     # `others` includes files of weights in other formats, which are not read.
     read = [each for each in FETCHED if "safetensors" in each or each == PREPROCESSOR]
     others = (

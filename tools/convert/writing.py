@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.checkpoint.load import verify
 from megatron.checkpoint.save import save_checkpoint
 from megatron.config.model import (
-    KEPT,
+    HF_PREFIX,
     BertConfig,
     FinetunedConfig,
     ModelConfig,
@@ -107,7 +107,7 @@ def write_checkpoint(
         for key, tensor in progress.tensors.items():
             slices.append(TensorSlice(key, specs[key.partition(".")[2]], tensor))
     with staged(to) as staging:
-        files = {f"{KEPT}{name}": content for name, content in (kept or {}).items()}
+        files = {f"{HF_PREFIX}{name}": content for name, content in (kept or {}).items()}
         files |= tokenizer.files
         path = save_checkpoint(staging, step, slices, facts, serial_mesh(), files).path
         check(path)
@@ -134,7 +134,7 @@ def check_weights(path: Path, weights: Mapping[str, Tensor], source: str) -> Non
 TASKS = {"choice": "RACE", "span": "SQUAD"}  # {head: task}
 
 
-def tell(
+def print_import(
     source: str | Path, path: Path, config: ModelConfig, given: Sequence[str] = ("--finetune",)
 ) -> None:
     """Print what was imported, and the command that trains from it. given: flags in addition to

@@ -31,8 +31,8 @@ def ranks(mesh: Mesh) -> Iterator[Finding]:
     everyone = mesh.control.gather(own)
     for rank, each in enumerate(everyone):
         place = ", ".join(f"{name} {number}" for name, number in each["coordinates"].items())
-        told = f"({place}), {each['device']} of {each['host']}, torch {each['torch']}"
-        yield Fact(f"rank {rank}", each, told)
+        text = f"({place}), {each['device']} of {each['host']}, torch {each['torch']}"
+        yield Fact(f"rank {rank}", each, text)
     found = sorted({each["torch"] for each in everyone})
     if len(found) > 1:
         cure = "install the same version everywhere: other versions round differently"

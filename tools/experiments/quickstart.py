@@ -35,7 +35,7 @@ from tools.experiments.runner import ROOT, Machine, Stage, Stamps, Word, python
 from tools.report import curves, figures
 from tools.report.corpus import accounting_of, read_json, step_facts
 from tools.report.numbers import decimal, duration, percent, size, whole
-from tools.report.sections import Beside, Commands, Mark, Number, Page, Quote, Section, Table, Text
+from tools.report.sections import Commands, Grid, Mark, Number, Page, Quote, Section, Table, Text
 from tools.train_tokenizer import check_vocab_size
 
 PROGRAM = "scripts/quickstart.sh"
@@ -309,7 +309,7 @@ def make_page(facts: Mapping[str, Any], losses: figures.Figure, output: Path) ->
     run = {**layout, **training}
     rows = [(key.replace("_", " "), as_text(value)) for key, value in run.items()]
     times = [(name, duration(taken)) for name, taken in facts["seconds"].items()]
-    tables = Beside([Table(("run", ""), rows, left=(0, 1)), Table(("stage", "time"), times)])
+    tables = Grid([Table(("run", ""), rows, left=(0, 1)), Table(("stage", "time"), times)])
     return Page(
         "GPT-2 from raw text",
         lead,

@@ -183,13 +183,13 @@ def run_step(
     module's output, each gradient and each term, in the order in which they are known."""
     numbers = Counter[tuple[str, str]]()
 
-    def tell(what: str, name: str, value: Tensor) -> None:
+    def note(what: str, name: str, value: Tensor) -> None:
         numbers[what, name] += 1  # a module may be called twice, or return several tensors
         see((what, name, numbers[what, name]), value.detach())
 
     gradients = GradientBuckets.for_master_weights(model, mesh=mesh, compares_weights=False)
     counts = torch.tensor(model.denominators(batch), dtype=torch.float64)
-    with observed(model, gradients, tell):
+    with observed(model, gradients, note):
         totals = Executor(
             model=model,
             objective=model,
@@ -200,7 +200,7 @@ def run_step(
         ).step()
     terms = dict(zip(model.terms, totals / counts, strict=True))
     for name, value in terms.items():
-        tell(LOSS, name, value)
+        note(LOSS, name, value)
     return {name: float(value) for name, value in terms.items()}
 
 

@@ -212,9 +212,9 @@ class Meter(TorchDispatchMode):
     ) -> None:
         """Counts a kernel of q [b, a, s, d], k and v [b, a, m, d]."""
         (*batch, rows, size), columns, values = q.shape, k.shape[-2], v.shape[-1]
-        scores, product = (rows, size, columns), (rows, columns, values)
+        scores, weighted = (rows, size, columns), (rows, columns, values)
         fields = {"width": q.itemsize, "fused": True, "share": share}
-        found = [scores, product]
+        found = [scores, weighted]
         if is_backward:
             self.matmul(prod(batch), *scores, **fields, again=True)
             found = [(rows, values, columns), (columns, rows, values)]

@@ -18,7 +18,7 @@ from tools.corpus.language import UNKNOWN, names
 from tools.report import sections
 from tools.report.figures import PALETTE, SERIES, draw
 from tools.report.numbers import NONE, decimal, duration, percent, size, whole
-from tools.report.sections import Beside, Figure, Number, Page, Part, Section, Share, Table, Text
+from tools.report.sections import Figure, Grid, Number, Page, Part, Section, Share, Table, Text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -237,7 +237,7 @@ def page(steps: Sequence[Step], faults: Sequence[str] | None) -> Page:
                 [bytes_left(accounts), accounting(accounts), by_source(accounts)],
             ),
             Section("Left of each source", retention(accounts)),
-            Section("Lengths and languages", [Beside([lengths(steps), languages(steps)])]),
+            Section("Lengths and languages", [Grid([lengths(steps), languages(steps)])]),
             Section("Duplicates", duplicates(steps)),
             Section("Evaluation text in the corpus", leakage(steps)),
             Section("Time and memory", [costs(steps)]),
@@ -410,8 +410,8 @@ def duplicates(steps: Sequence[Step]) -> list[Part]:
             part = Share(share(gone, read.documents))
             rows.append((source, whole(read.documents), whole(gone), part))
         removed = Table(("source", "documents", "removed", "share"), rows)
-        parts.append(Beside(similarity(step)))
-        parts.append(Beside([removed, *(counted_by(folder) for folder in step.folders)]))
+        parts.append(Grid(similarity(step)))
+        parts.append(Grid([removed, *(counted_by(folder) for folder in step.folders)]))
         if clusters := find([step], "largest_clusters"):
             parts.append(largest_clusters(clusters))
         else:
@@ -465,7 +465,7 @@ def largest_clusters(clusters: Sequence[Facts]) -> Section:
     return Section("The largest clusters", parts)
 
 
-def side_by_side(cluster: Facts) -> Beside:
+def side_by_side(cluster: Facts) -> Grid:
     """The texts of a cluster, the document that was kept first, with marks on words that differ."""
     members = sorted(cluster["members"], key=lambda member: member["id"] != cluster["kept_id"])
     # Each word has the white space around it, so that joined again they are the text.
@@ -488,7 +488,7 @@ def side_by_side(cluster: Facts) -> Beside:
             text = "".join(word for word, _ in run)
             parts.append(sections.Mark(text) if is_marked else text)
         quotes.append(sections.Quote(parts, title, f"{member['id']}, {member['source']}"))
-    return Beside(quotes)
+    return Grid(quotes)
 
 
 def differences(first: Sequence[str], other: Sequence[str]) -> tuple[list[bool], list[bool]]:
@@ -623,7 +623,7 @@ def origin_of(folder: Folder, title: str) -> Section:
             for key, value in facts.items()
         ]
         tables.append(Table((name, ""), rows, left=(0, 1)))
-    parts: list[Part] = [Beside([*tables, counted_by(folder)])]
+    parts: list[Part] = [Grid([*tables, counted_by(folder)])]
     for key, name in (("inputs", "read"), ("shards", "written")):
         files = manifest.get(key, [])
         rows = [

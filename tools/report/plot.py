@@ -28,7 +28,7 @@ from tools.report.figures import draw, picture
 from tools.report.numbers import NONE, whole
 from tools.report.record import record_of
 from tools.report.run import number_of, run_page
-from tools.report.sections import Beside, Page, Section, Table, Text
+from tools.report.sections import Grid, Page, Section, Table, Text
 
 PICTURES = (".png", ".svg", ".pdf")
 PAGE = ".html"
@@ -109,5 +109,5 @@ def page_of(runs: Runs, against: Against, term: str | None) -> Page:
         loss = number_of(facts["train_loss"])
         rows.append((name, whole(facts["steps"]), loss, validation, speed))
     head = ("run", "steps", "last loss", "last validation loss", "median throughput")
-    parts = [Table(head, rows), *lost, Beside(draw_curves(runs, against))]
+    parts = [Table(head, rows), *lost, Grid(draw_curves(runs, against))]
     return Page(title, f"{len(runs)} runs by {against}.", [Section("Curves", parts)])

@@ -18,9 +18,9 @@ from tools.report.figures import SERIES, draw
 from tools.report.numbers import NONE, duration, percent, whole
 from tools.report.record import Facts, Lines, epoch_figures, is_epoch
 from tools.report.sections import (
-    Beside,
     Commands,
     Figure,
+    Grid,
     Items,
     Mark,
     Number,
@@ -59,7 +59,7 @@ def run_page(name: str, lines: Lines, against: Against = "steps") -> Page:
     if logged:
         lost = [Text(text, "warning") for text in left_out(name, lines)]
         curves = draw_curves({name: lines}, against)
-        sections = [Section("Curves", [*lost, Beside(curves)])]
+        sections = [Section("Curves", [*lost, Grid(curves)])]
     else:
         lead += " No step is logged yet."
     sections += [

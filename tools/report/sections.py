@@ -150,7 +150,7 @@ class Items:
 
 
 @dataclass(frozen=True)
-class Beside:
+class Grid:
     """Parts that stand side by side where there is room."""
 
     kind: ClassVar = "beside"
@@ -170,7 +170,7 @@ class Section:
     folded: bool = False
 
 
-Part = str | Text | Table | Figure | Quote | Commands | Items | Beside | Section
+Part = str | Text | Table | Figure | Quote | Commands | Items | Grid | Section
 """A string is a paragraph."""
 
 

@@ -119,7 +119,7 @@ def write_input(step: Step, folder: Path) -> list[Path]:
     return [write_jsonl(folder / "a.jsonl", documents())]
 
 
-def deal(lines: list[bytes], folder: Path, ending: str) -> list[Path]:
+def distribute(lines: list[bytes], folder: Path, ending: str) -> list[Path]:
     """The same lines in seven files, in order; some compressed, one empty."""
     folder.mkdir()
     paths = []
@@ -260,7 +260,7 @@ def kept(output: Path) -> list[Any]:
 @every_step
 def test_one_shard_or_many_give_the_same_documents(step: Step, tmp_path: Path) -> None:
     [whole] = write_input(step, tmp_path / "in")
-    paths = deal(whole.read_bytes().splitlines(), tmp_path / "many", whole.suffix)
+    paths = distribute(whole.read_bytes().splitlines(), tmp_path / "many", whole.suffix)
     results = []
     for name, inputs, unit in (("1", [whole], "1GB"), ("2", [whole], "3KB"), ("3", paths, "2KB")):
         output = tmp_path / name / "out"

@@ -93,14 +93,14 @@ def test_an_estimate_comes_near_what_the_run_takes(tmp_path: Path) -> None:
     run(Settings(config=file, sample="300KB"))
     for job in read_description(file).jobs({}):
         job.run()
-        truth, told = manifest(job.output), kept(tmp_path)[job.name]
-        assert told["documents_in"] == pytest.approx(truth["input"]["documents"], rel=0.1)
-        assert told["documents_out"] == pytest.approx(truth["output"]["documents"], rel=0.1)
-        assert told["text_out"] == pytest.approx(truth["output"]["bytes"], rel=0.1)
+        truth, estimate = manifest(job.output), kept(tmp_path)[job.name]
+        assert estimate["documents_in"] == pytest.approx(truth["input"]["documents"], rel=0.1)
+        assert estimate["documents_out"] == pytest.approx(truth["output"]["documents"], rel=0.1)
+        assert estimate["text_out"] == pytest.approx(truth["output"]["bytes"], rel=0.1)
         written = sum(path.stat().st_size for path in job.output.rglob("*.jsonl"))
-        assert told["disk"] == pytest.approx(written, rel=0.15)
-        assert told["memory"] > 10e6
-        assert told["removal"] is None
+        assert estimate["disk"] == pytest.approx(written, rel=0.15)
+        assert estimate["memory"] > 10e6
+        assert estimate["removal"] is None
     assert kept(tmp_path)["split"]["temporary"] > 0.9 * kept(tmp_path)["split"]["text_out"]
     split, clean = kept(tmp_path)["split"], kept(tmp_path)["clean"]
     assert split["memory"] > clean["text_out"]  # it holds what it sorts
@@ -117,9 +117,9 @@ def test_archives_are_planned_from_their_beginning(tmp_path: Path) -> None:
     file = tmp_path / "corpus.toml"
     file.write_text(f'output = "{tmp_path / "out"}"\n[extract.web]\n{source}[split]\n')
     run(Settings(config=file, sample="100KB", workers=1))
-    told = kept(tmp_path)
-    assert told["extract.web"]["documents_out"] == pytest.approx(1500, rel=0.4)
-    assert told["split"]["documents_in"] == told["extract.web"]["documents_out"]
+    estimate = kept(tmp_path)
+    assert estimate["extract.web"]["documents_out"] == pytest.approx(1500, rel=0.4)
+    assert estimate["split"]["documents_in"] == estimate["extract.web"]["documents_out"]
 
 
 def test_a_plan_is_kept_and_made_again_where_something_has_changed(tmp_path: Path) -> None:
@@ -146,8 +146,8 @@ def faults(
 ) -> list[str]:
     """Why these steps, which are left, cannot fit. need: of a step, in place of its estimate."""
     jobs = [job for job in read_description(file).jobs(flags or {}) if job.name in steps]
-    told = kept(file.parent)
-    estimates = [Estimate(**{**told[name], **need.get(name, {})}) for name in told]
+    estimate = kept(file.parent)
+    estimates = [Estimate(**{**estimate[name], **need.get(name, {})}) for name in estimate]
     return find_faults(jobs, estimates, file.parent / "out")
 
 
@@ -173,9 +173,9 @@ def test_what_cannot_fit_is_named_by_step(planned: Path) -> None:
 def test_the_command_refuses_what_cannot_fit_unless_it_is_told_to_go_on(planned: Path) -> None:
     plan = planned.parent / "out" / "plan.json"
     before = plan.read_text()
-    told = json.loads(before)
-    told["steps"][1]["disk"] = 10**18
-    plan.write_text(json.dumps(told))
+    estimate = json.loads(before)
+    estimate["steps"][1]["disk"] = 10**18
+    plan.write_text(json.dumps(estimate))
     error = refusal(partial(program, "tools.corpus.plan", [str(planned)]))
     assert field_of(error) == "split"
     assert "--allow-overcommit" in str(error)

@@ -117,11 +117,11 @@ def test_a_changed_step_is_refused_and_with_overwrite_redone_with_all_after_it(
 def test_a_removal_far_above_that_of_the_sample_stops_the_run(tmp_path: Path) -> None:
     file, kept = description(tmp_path, "[dedup]\n"), tmp_path / "out" / "plan.json"
     plan.run(plan.Settings(config=file))
-    told = json.loads(kept.read_text())
-    [dedup] = [each for each in told["steps"] if each["name"] == "dedup"]
+    record = json.loads(kept.read_text())
+    [dedup] = [each for each in record["steps"] if each["name"] == "dedup"]
     assert dedup["removal"] > 0.001
     dedup["removal"] = 0.001
-    kept.write_text(json.dumps(told))
+    kept.write_text(json.dumps(record))
     error_naming(file, "[dedup]", "expected_removal", plan=True)
     file.write_text(file.read_text() + "expected_removal = 0.5\n")
     go(file, plan=True)  # the file's word counts
@@ -302,8 +302,8 @@ def test_the_command_plans_and_runs(tmp_path: Path) -> None:
     file = description(tmp_path, "[split]\nratio = '3:1'\n[report]\n")
     command = [sys.executable, "-m", "tools.corpus", "run", str(file), "--overwrite"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    told = json.loads((tmp_path / "out" / "plan.json").read_text())["steps"]
-    assert [(each["name"], each["note"]) for each in told] == [("split", "")]
+    record = json.loads((tmp_path / "out" / "plan.json").read_text())["steps"]
+    assert [(each["name"], each["note"]) for each in record] == [("split", "")]
     assert read_jsonl(tmp_path / "out" / "split" / "train")
 
 

@@ -171,11 +171,11 @@ def test_nothing_is_at_work_after_an_error_on_a_dask_worker(
     calls = [Call(fail_or_write, (str(tmp_path), number)) for number in range(20)]
     cancel = Client.cancel
 
-    def cancel_and_tell(client: Client, futures: list[Any]) -> None:
+    def cancel_and_note(client: Client, futures: list[Any]) -> None:
         cancel(client, futures)
         (tmp_path / "cancelled").touch()
 
-    monkeypatch.setattr(Client, "cancel", cancel_and_tell)
+    monkeypatch.setattr(Client, "cancel", cancel_and_note)
     with open_scheduler(cluster, 1, 1) as dask:
         with pytest.raises(ValueError, match="the first"):
             list(dask.run(calls))

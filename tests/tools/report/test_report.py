@@ -7,8 +7,8 @@ from tools.report import numbers
 from tools.report.curves import draw_losses
 from tools.report.figures import PALETTE, draw, picture
 from tools.report.sections import (
-    Beside,
     Commands,
+    Grid,
     Items,
     Mark,
     Number,
@@ -25,7 +25,7 @@ def everything(text: str) -> Page:
     """A page with each kind of part, and the text wherever one can stand."""
     figure = draw(lambda axes: axes.set_title(text), text, legend=[(PALETTE["c0"], text)])
     table = Table((text, "b"), [(text, Share(0.2, before=0.5)), ("", Share(None))], {0}, note=text)
-    quotes = Beside([Quote([text, Mark(text)], title=text, source=text)])
+    quotes = Grid([Quote([text, Mark(text)], title=text, source=text)])
     inner = Section(text, [Items([(text, text)])], folded=True)
     parts = [text, Text(text, "warning"), figure, table, quotes, Commands([text]), inner]
     return Page(text, text, [Section(text, parts)], [Number(text, text, text)])

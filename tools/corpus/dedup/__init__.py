@@ -137,7 +137,7 @@ def run(settings: Settings) -> None:
     with StepRun("dedup", settings) as step:
         if step.done:
             return
-        say_recall(bands, settings.jaccard)
+        print_recall(bands, settings.jaccard)
         stages = Stages(step, settings)
         index, accounting = stages.index()
         if unknown := [name for name in settings.source_priority if name not in accounting.input]:
@@ -169,7 +169,7 @@ def recall_curve(bands: Bands) -> list[dict[str, float]]:
     return [{"jaccard": each, "recall": round(bands.recall(each), 6)} for each in grid]
 
 
-def say_recall(bands: Bands, threshold: float) -> None:
+def print_recall(bands: Bands, threshold: float) -> None:
     """Print the share of pairs that the bands find, by similarity; warn if it is too small."""
     points = [threshold + (1 - threshold) * k / 4 for k in range(4)]
     said = ", ".join(f"{bands.recall(each):.2%} at {each:.3g}" for each in points)

@@ -88,7 +88,7 @@ def check(settings: Settings) -> None:
         warn("with --no-append-eod documents run into each other in training")
 
 
-def say_warning(warning: str | None) -> None:
+def print_warning(warning: str | None) -> None:
     if warning:
         say(f"warning: {warning}")
 
@@ -96,7 +96,7 @@ def say_warning(warning: str | None) -> None:
 @functools.cache
 def warn(message: str) -> None:
     """Warn once per process: the corpus pipeline tokenises training and validation data in it."""
-    say_warning(message)
+    print_warning(message)
 
 
 def check_sample(settings: Settings) -> None:
@@ -107,7 +107,7 @@ def check_sample(settings: Settings) -> None:
     texts = sample_texts(settings.units(), settings.json_key)
     works = f"--tokenizer-type {BertWordPieceLowerCase.kind} with a vocabulary without capitals"
     allow, casing = settings.allow_lower_case, count_casing(texts)
-    say_warning(judge_casing(where, casing, tokenizer, allow=allow, works=works))
+    print_warning(judge_casing(where, casing, tokenizer, allow=allow, works=works))
     ids, _ = settings.load_encoder().arrays(texts)
     count = int((ids == tokenizer.unknown).sum())
     if count > MARGIN * settings.max_unknown * len(ids):
@@ -116,7 +116,7 @@ def check_sample(settings: Settings) -> None:
 
 def check_unknown(settings: Settings, where: str, count: int, tokens: int) -> None:
     works = "a --vocab-file that tools/train_tokenizer.py makes of the same input"
-    say_warning(judge_unknown(where, count, tokens, settings.max_unknown, works))
+    print_warning(judge_unknown(where, count, tokens, settings.max_unknown, works))
 
 
 def tokenise(step: StepRun, settings: Settings) -> None:
@@ -170,7 +170,7 @@ def check_json_key(settings: Settings, results: Sequence[Any], *, is_empty: bool
     lack = f"{count} lines of {settings.input_words} have no text under it"
     keys = f"their keys: {', '.join(characters) or 'none'}"
     if not is_empty:
-        say_warning(f"--json-key {settings.json_key}: {lack}; {keys}")
+        print_warning(f"--json-key {settings.json_key}: {lack}; {keys}")
         return
     longest = max(characters, key=characters.__getitem__, default=None)
     works = ("--json-key", longest) if longest is not None and characters[longest] else ()

@@ -42,7 +42,7 @@ BERT = f"--split-sentences --tokenizer-type {LOWER_CASE} --vocab-file vocab.txt"
 JSON = "--tokenizer-type HuggingFaceTokenizer --vocab-file json"
 UNKNOWN = "\u6f22"  # a letter that the WordPiece lacks
 FILES = {f"_text_document{suffix}" for suffix in (".bin", ".idx", ".json")}
-BESIDE = {f"_text_document.tokenizer/{name}" for name in ("vocab.json", "merges.txt")}
+TOKENIZER = {f"_text_document.tokenizer/{name}" for name in ("vocab.json", "merges.txt")}
 Tokenise = Callable[[str], str]
 
 
@@ -135,7 +135,7 @@ def test_documents_in_order_with_end_marks(folder: Path, tokenise: Tokenise) -> 
     assert "gigatoken" in done.stderr
     expected = documents(texts, 260)
     assert read("p_text_document") == expected
-    assert outputs(folder, "p").keys() == FILES | BESIDE
+    assert outputs(folder, "p").keys() == FILES | TOKENIZER
     for name in ("vocab.json", "merges.txt"):
         assert Path("p_text_document.tokenizer", name).read_bytes() == Path(name).read_bytes()
     assert verify("p_text_document").documents == 4000
@@ -192,14 +192,14 @@ def test_an_earlier_output_is_kept_or_with_overwrite_replaced_whole(
     assert refused(step.main, given(f"{BPE} --input b.jsonl")) == "--output-prefix"
     for _ in range(2):  # also where its sidecar says nothing
         tokenise(f"{BPE} --input b.jsonl --overwrite")
-        assert outputs(folder, "p").keys() == FILES | BESIDE
+        assert outputs(folder, "p").keys() == FILES | TOKENIZER
         assert read("p_text_document") == documents(["three"], 260)
         Path("p_text_document.json").write_text("{}")
 
 
 def test_a_folder_is_filled_as_by_a_step(folder: Path, tokenise: Tokenise) -> None:
     write_lines("a.jsonl", TEXTS, b"bad\n")
-    names = {name.removeprefix("_") for name in FILES | BESIDE}
+    names = {name.removeprefix("_") for name in FILES | TOKENIZER}
     tokenise(f"{BPE} --output out")
     assert content(folder / "out").keys() == names | {"manifest.json", "rejected.jsonl"}
     facts = manifest(folder / "out")
