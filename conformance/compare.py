@@ -1,4 +1,4 @@
-"""Whether a trainer's figures are the exact ones, have content, and which known fault they show."""
+"""Compares a trainer's figures with the exact ones, and finds known faults in their differences."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from conformance.signature import signature
 # In bf16 a unit in the last place of the weights moves gradients by 6 to 10 %: no fault would show.
 CAPS = {"float64": 1e-9, "float32": 1e-4}
 UNITS = 8  # in the last place, where perturbed inputs change nothing: sums differ in order
-NEAR_ZERO = 1e-6  # of the model's norm: a parameter below it has none to be compared with
-DEAD = 1e-3  # of the fixture's gradients and moves; a fault leaves more
+NEAR_ZERO = 1e-6  # of the model's norm, which replaces the norm of a parameter below it
+DEAD = 1e-3  # of the fixture's gradients and moves of the loss; a fault leaves more
 NAMED = 0.5  # largest distance from a known fault, where 0 is equal and 1 as far as from exact
 REPLICATED = {"data", "context", "ring"}  # sizes of a layout that divide work, but no weights
 STAGES = {"parameters": 3, "gradients": 2, "optimizer": 1}  # of ZeRO, that divide them by data
@@ -28,7 +28,7 @@ STAGES = {"parameters": 3, "gradients": 2, "optimizer": 1}  # of ZeRO, that divi
 
 @dataclass(frozen=True)
 class Difference:
-    """One figure beside the exact one; size is relative, and inf where none can be formed."""
+    """The difference of a figure from the exact one; size is relative, inf if it is undefined."""
 
     figure: str  # loss, grad_norm, gradient or weight
     where: str
@@ -97,8 +97,8 @@ def _tensors(
     limits: Tolerance,
     step: int,
 ) -> list[Difference]:
-    """Over each parameter's norm; elements of `zeros`, and parameters near zero, over the
-    model's."""
+    """Differences over each parameter's norm; those of elements of `zeros`, and of parameters near
+    zero, over the model's norm."""
     limit = limits.first if figure == "gradient" else limits.cap
     differences, whole = [], norm_of(exact.values())
     for name in sorted({*found, *exact}):
@@ -162,8 +162,8 @@ def largest(found: Iterable[Difference]) -> dict[str, Difference]:
 
 
 def dead(found: Figures, facts: Any) -> list[str]:
-    """Why these figures say nothing, as those of two dead models, which agree: gradients are gone,
-    or losses stay."""
+    """Why these figures prove nothing, as two dead models agree: gradients are almost zero, or
+    losses do not move."""
     moves = [abs(b - a) for a, b in pairwise(found.losses)]
     shown = {
         "the least gradient norm": (min(found.grad_norms, default=0), facts["least_gradient_norm"]),
@@ -177,7 +177,7 @@ def dead(found: Figures, facts: Any) -> list[str]:
 
 
 def without_gradient(found: Figures, facts: Any) -> list[str]:
-    """Names of parameters that get none, though theory gives them one."""
+    """Names of parameters without a gradient, though theory gives them one."""
     whole = norm_of(found.gradients.values())
     return [
         name
@@ -208,8 +208,8 @@ class Named:
 
 
 def _deviation(signed: Sequence[float], exact: Sequence[float], counts: Tensor) -> Tensor:
-    """Log ratios to the exact signature, whose four groups weigh the same. counts: which parameters
-    do; one whose gradient is zero in theory moves by rounding."""
+    """Log ratios to the exact signature, whose four groups weigh the same. counts: the parameters
+    that count; one whose gradient is zero in theory moves by rounding."""
     a, b = (torch.tensor(each, dtype=torch.float64).abs() for each in (signed, exact))
     tiny = 1e-9 * b.max()
     logs = ((a + tiny) / (b + tiny)).log().clamp(-5, 5)
@@ -272,9 +272,9 @@ def division(
     fixture: Fixture,
     flops: int,
 ) -> dict[str, Any]:
-    """For each kind, each rank's count beside one process's, `times`: the fullest rank's over an
-    equal share, and `ignored`: whether it holds (or computes) about as much as if a prime factor of
-    the sizes that should divide it did not, or nothing of the kind was counted.
+    """For each kind: each rank's count and one process's; `times`, the fullest rank's count over an
+    equal share; and `ignored`, whether nothing was counted, or `times` is about as large as if a
+    prime factor of the sizes that should divide the count did not.
 
     flops: those of one process. Elements are compared, so that masters of another dtype, which
     are one more element of the optimizer, are no fault.

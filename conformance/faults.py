@@ -44,7 +44,7 @@ CUT = rf"{COLUMNS}|c_proj\.weight|o_proj|down_proj|\.output\.dense\.weight"
 def fault(
     method: str, among: tuple[int, ...] = (1,), models: tuple[str, ...] = NAMES
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes of a function a Trainer with one method changed."""
+    """Makes a Trainer from a function that replaces one method."""
 
     def add(wrong: Callable[..., Any]) -> Callable[..., Any]:
         def changed(trainer: Trainer, *arguments: Any) -> Any:

@@ -153,8 +153,8 @@ MODELS = {
 class Trainer:
     """A step of training in the methods' order, from `micro_batches` to `update`.
 
-    A fault is a subclass. ranks: between how many it is, one of `among`; the trainer itself has
-    none. models: in which of them the fault is possible.
+    A fault is a subclass. ranks: the number of ranks that the fault is between, one of `among`;
+    without meaning in the trainer itself. models: those in which the fault is possible.
     """
 
     among: ClassVar[tuple[int, ...]] = (1,)
@@ -183,8 +183,8 @@ class Trainer:
         return self.batches[step]
 
     def token_weights(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """By what each token's loss is multiplied, [b, s] for each micro-batch: 1 / N, where N is
-        the number of scored tokens of the global batch."""
+        """The factors of the tokens' losses, [b, s] for each micro-batch: 1 / N, where N is the
+        number of scored tokens of the global batch."""
         total = sum(int(scored(each).sum()) for each in micro_batches)
         return [scored(each) / total for each in micro_batches]
 
@@ -202,7 +202,7 @@ class Trainer:
         return real if self.kind == "bert" else real.tril()
 
     def embedded(self, x: Tensor) -> Tensor:
-        """Where sequence parallelism scatters the vectors, [b, s, h]."""
+        """The vectors [b, s, h] at the place where sequence parallelism scatters them."""
         return x
 
     def decode(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -236,11 +236,11 @@ class Trainer:
         return loss, total
 
     def added(self, total: Weights, part: Weights) -> Weights:
-        """A micro-batch's gradients to those before."""
+        """The sums of the gradients so far and a micro-batch's."""
         return {name: each + part[name] for name, each in total.items()}
 
     def norm(self, gradients: Weights) -> float:
-        """Over all elements of all parameters, a tied one once."""
+        """The norm over all elements of all parameters, a tied one once."""
         return sum(float(each.double().square().sum()) for each in gradients.values()) ** 0.5
 
     def clipped(self, gradients: Weights, norm: float) -> Weights:
@@ -252,7 +252,7 @@ class Trainer:
         return optimizer["weight_decay"] if name in optimizer["decayed"] else 0.0
 
     def corrections(self) -> tuple[float, float]:
-        """By what AdamW divides the moments: they start at zero."""
+        """The divisors of AdamW's moments, which start at zero."""
         beta1, beta2 = self.facts["optimizer"]["betas"]
         return 1 - beta1**self.step_count, 1 - beta2**self.step_count
 

@@ -197,7 +197,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def start(python: str, job: Mapping[str, Any], folder: Path, timeout: float) -> list[Any]:
-    """Runs a job of conformance.worker on the ranks of its layout: what each of them tells.
+    """Runs a job of conformance.worker on the ranks of its layout; returns the report of each.
 
     Raises Failure.
     """
@@ -247,7 +247,7 @@ def start(python: str, job: Mapping[str, Any], folder: Path, timeout: float) -> 
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Each rank writes where it is; torchrun then ends its ranks; what is left is killed."""
+    """Has each rank write its stack and torchrun end the ranks; kills those that are left."""
 
     def send(number: signal.Signals) -> None:
         for file in folder.glob("*.pid"):

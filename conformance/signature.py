@@ -1,4 +1,4 @@
-"""By what a fault is known: a list of numbers of a run, compared with those of each fault."""
+"""The signature of a run: a list of numbers, by which a fault is known."""
 
 from __future__ import annotations
 

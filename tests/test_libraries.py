@@ -148,7 +148,7 @@ def test_the_rest_works_without_huggingface(tmp_path: Path) -> None:
 
 
 def test_no_module_imports_a_library_but_through_the_mechanism() -> None:
-    """Beside the closure; what is under TYPE_CHECKING a type checker reads alone."""
+    """Libraries beside the closure; only a type checker reads what is under TYPE_CHECKING."""
     optional, found = set(modules(ours=False)), set[str]()
     files = [ROOT.glob("*.py"), *(ROOT.glob(f"{folder}/**/*.py") for folder in FOLDERS)]
     for file in itertools.chain(*files):

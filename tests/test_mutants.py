@@ -1,5 +1,5 @@
-"""The list of faults stays alive: its texts and tests are there. Whether the tests catch them shows
-`python -m tests.mutants`, which takes its time."""
+"""The list of faults stays alive: its texts and tests are there. `python -m tests.mutants` shows
+whether the tests catch them, which takes long."""
 
 import ast
 from functools import cache
@@ -27,7 +27,7 @@ def cases() -> set[str]:
 
 @pytest.mark.parametrize("mutant", [*LISTED, *parse(EQUIVALENT)], ids=lambda each: each.name)
 def test_a_mutant_is_a_change_that_can_be_made(mutant: Mutant) -> None:
-    """Its text is there once, what comes of it is Python, and there are tests of it."""
+    """Its text is there once, the changed file is Python, and its tests exist."""
     assert mutant.text != mutant.replacement
     ast.parse(mutant.patched())
     for test in mutant.tests:

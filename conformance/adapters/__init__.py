@@ -4,9 +4,9 @@ Each rank of torchrun makes one object and calls it with whole batches; which sa
 weights a rank takes is the trainer's own affair. `--layout tensor=2,data=2` is given as it is; the
 product of its sizes is the number of ranks.
 
-Optional: `local_tensors() -> {"parameters": [...], "gradients": [...], "optimizer": [...]}`, what
-this rank holds after a step; without it the attributes `model` and `optimizer` are read.
-`save(folder)` and `load(folder)`, by which a run is resumed. `close()`.
+Optional: `local_tensors() -> {"parameters": [...], "gradients": [...], "optimizer": [...]}`, the
+tensors of this rank after a step; without it the attributes `model` and `optimizer` are read.
+`save(folder)` and `load(folder)`, with which a run resumes. `close()`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Adapter(Protocol):
     def __init__(self, fixture: Fixture, layout: Mapping[str, int], dtype: torch.dtype) -> None: ...
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
-        """One optimizer step on a whole global batch. (loss, gradient norm before clipping), as
-        fixture.Figures defines them; those of the first rank count."""
+        """Takes one optimizer step on a whole global batch. Returns (loss, gradient norm before
+        clipping), as fixture.Figures defines them; those of the first rank count."""
 
     def gradients(self) -> Mapping[str, Tensor]:
         """The last step's gradients before clipping, whole, by the fixture's names. Every rank
-        calls it; what the first returns counts."""
+        calls this; the result of the first one counts."""
 
     def weights(self) -> Mapping[str, Tensor]:
         """All weights, as gradients()."""

@@ -159,9 +159,9 @@ def open_images(path: Path, size: int, *, beside: Path | None = None, workers: i
     """The images of a folder at this size, packed at the first call; or of a packed file.
 
     beside: the folder of the packed file, which keeps the name of the images' folder; by default
-    that of the images. workers: threads that decode. A call that goes on after one that was
-    interrupted takes what that one had packed. Raises DataError or UsageError, naming the file, for
-    what is no data set of images.
+    that of the images. workers: threads that decode. A call after an interrupted one keeps the
+    chunks that are packed. Raises DataError or UsageError, naming the file, if there is no data
+    set of images.
     """
     if path.is_file():
         if path.suffix != SUFFIX:

@@ -24,13 +24,13 @@ ENOUGH_TEXTS = 20  # fewer tell nothing about their casing
 
 class Casing(NamedTuple):
     texts: int
-    """Texts whose casing can be told."""
+    """Texts that show a casing."""
     with_capitals: int
     """Those of them that have a capital letter."""
 
 
 def count_casing(texts: Iterable[str]) -> Casing:
-    """Casing can be told of a text with a capital, or whose letters could be capitals."""
+    """A text shows a casing if it has a capital, or letters that could be capitals."""
     with_capitals = without = 0
     for text in texts:
         if text != text.lower():

@@ -123,7 +123,7 @@ class Profiler(Callback):
         return stopped
 
     def wait_for_gpu(self) -> None:
-        """So that the kernels of other steps are not in the trace, and all of these are."""
+        """The trace then has all kernels of its steps, and none of other steps."""
         device = self.training.state.mesh.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)

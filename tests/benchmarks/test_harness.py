@@ -94,7 +94,7 @@ def test_memory_and_cpu_of_a_turn() -> None:
     for name in ("large", "prepared"):
         assert 200 * 2**20 <= memory[name] < 500 * 2**20
     assert max(memory["turns"], memory["busy"]) < 50 * 2**20
-    assert found[-1]["rounds"][0]["cpu"][0] >= 0.6  # which it and its child work, whatever it takes
+    assert found[-1]["rounds"][0]["cpu"][0] >= 0.6  # of the process and its child
 
 
 def test_reasons_not_to_measure() -> None:

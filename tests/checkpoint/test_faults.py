@@ -1,7 +1,7 @@
 """Everything that can go wrong on a disk, while saving, after it, and in the writer's own process.
 
-A save that fails leaves the former checkpoint, a name without a dot is whole, and every rank is
-told (promises 5 and 19).
+A save that fails leaves the former checkpoint, a name without a dot is whole, and every rank gets
+the error (promises 5 and 19).
 """
 
 import json

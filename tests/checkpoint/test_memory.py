@@ -228,7 +228,7 @@ def test_one_host_of_three_may_be_lost(gloo: Pool, tmp_path: Path) -> None:
 
 
 def test_a_start_without_the_flag_uses_the_memory_up(base: Path) -> None:
-    """A later start with it would else go back to a branch that the run has left."""
+    """Otherwise a later start with it would go back to a branch that the run has left."""
     config = CheckpointConfig(save=str(base / "save"), load=str(base / "save"))
     with shared_memory(base / "host_0"):
         assert recover(config, fresh(1).mesh)

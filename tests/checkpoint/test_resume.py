@@ -131,7 +131,7 @@ def check(identity: dict[str, Any] | None = None, finetune: bool = False, **chan
 def refusal(
     config: PretrainGPT2Config, facts: dict[str, Any], *, finetune: bool = False, **other: Any
 ) -> tuple[str, tuple[str, ...]]:
-    """(flag, what works) where a run is not to start; other: than IDENTITY."""
+    """(flag, what works) of the start that is refused; other: in place of IDENTITY's facts."""
     with pytest.raises(UsageError) as error:
         check_start(config, PATH, facts, identity=IDENTITY | other, finetune=finetune)
     assert str(PATH) in str(error.value)
@@ -194,7 +194,7 @@ def test_samples_of_files_are_compared() -> None:
 
 @pytest.mark.parametrize(("saved", "now"), [(True, False), (False, True)])
 def test_bf16_with_masters_and_without_are_two_precisions(saved: bool, now: bool) -> None:
-    """Both are bf16 of the computation; what is not given is as the checkpoint has it."""
+    """Both compute in bf16; settings that are not given are those of the checkpoint."""
     facts = manifest(bf16=True, pure_bf16=saved) | {"precision": "bf16"}
     flags = {False: "--bf16", True: "--pure-bf16"}
     config = settings(bf16=True, pure_bf16=now)
@@ -223,7 +223,7 @@ def test_default_of_a_new_setting() -> None:
 
 
 def test_settings_of_a_custom_kind_may_not_change() -> None:
-    """Neither of its model nor of its data, which have defaults where the checkpoint is older."""
+    """Neither those of its model nor of its data, which have defaults in an older checkpoint."""
     saved, heads, twice = (
         parse(PretrainOwnConfig, f"{WORDS} --data-path d --key-value-heads {more}".split(), {})
         for more in ("1", "2", "1 --twice")
@@ -332,7 +332,7 @@ def test_ranks_of_one_model_may_read_different_samples(ranks: int, changed: list
 
 @pytest.mark.parametrize(("p", "lines"), [(0.1, 1), (0.0, 0)])
 def test_other_masks_of_dropout_are_said_once(p: float, lines: int) -> None:
-    """Where the checkpoint is of the time when each rank drew them."""
+    """The checkpoint is from the time when each rank drew its masks."""
     dropout = {"attention_dropout": p, "hidden_dropout": p}
     old, now = manifest(**dropout), manifest(**dropout)
     assert changes(now, old, 2) == []
@@ -353,7 +353,7 @@ def test_other_masks_of_dropout_are_said_once(p: float, lines: int) -> None:
 def test_another_source_of_attentions_dropout_is_listed(
     before: tuple[str, str | None], now: tuple[str, str | None], lines: int
 ) -> None:
-    """It is compared by what it comes to on the device."""
+    """It is compared by its effective value on the device."""
     old, new = (
         manifest(attention_dropout=0.1, attention_dropout_rng=rng) for _, rng in (before, now)
     )

@@ -195,7 +195,7 @@ def by_steps(
 
 
 def test_agreement_without_content() -> None:
-    """A dead trainer is none that differs; nor is one that leaves a parameter out dead."""
+    """A dead trainer is not one that differs, and a parameter left out does not make one dead."""
     _, figures, _ = by_steps(trainers.Dead)
     result = judged(figures)
     assert result.status == 3
@@ -264,7 +264,7 @@ def test_what_a_layout_divides() -> None:
 def test_a_layout_that_is_ignored(
     layout: dict[str, int], flops: float, held: float, ignored: set[str]
 ) -> None:
-    """flops and held: parts of one process's that each rank has."""
+    """flops, held: the shares of one process's counts that each rank has."""
     fixture = read_fixture("llama")
     elements = sum(each.numel() for each in fixture.weights().values())
 

@@ -55,7 +55,7 @@ def test_bad_lines(tmp_path: Path) -> None:
 
 
 def test_lines_are_found_once(tmp_path: Path) -> None:
-    """Told by a change that keeps size and time of the file, which no user makes."""
+    """Shown by a change that keeps size and time of the file, which no user makes."""
     path = write(tmp_path / "a.jsonl", LINES)
     first, before, content = open_documents(path), Path(path).stat(), Path(path).read_bytes()
     Path(path).write_bytes(content.replace(b"one", b"two"))

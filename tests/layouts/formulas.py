@@ -150,8 +150,8 @@ Parameters = list[tuple[int, str]]
 
 
 def parameters(x: Shape) -> tuple[Parameters, Parameters, Parameters]:
-    """(of what comes before the layers, of one layer, of what comes behind them): (numbers on this
-    rank, over which ranks of the model the gradient is partial: a key of `summed_over`)."""
+    """For the modules before the layers, for one layer, and for the modules after them: (numbers on
+    this rank, key of `summed_over` for the ranks of the model that add up the gradient)."""
     h, f, t, own = x.h, x.f, x.t, x.h // x.columns
     shares = t * x.e  # of a weight
     norm = [(own, "stream")] * (1 if x.is_llama else 2)
@@ -205,8 +205,8 @@ def parameters(x: Shape) -> tuple[Parameters, Parameters, Parameters]:
 
 
 def summed_over(x: Shape) -> dict[str, tuple[str, int]]:
-    """(axis, ranks) that a gradient is partial over beside the replicas: of what acts on the
-    stream, on it inside the parallel region, of key/value heads that several ranks use."""
+    """(axis, ranks) over which gradients are partial beside the replicas: of parameters that act
+    on the stream, on it inside the parallel region, on key/value heads that several ranks use."""
     if x.mode == "1d":
         return {"stream": ("tensor", x.r), "heads": ("tensor", x.t)}
     stream, inside, heads = {
@@ -309,8 +309,8 @@ def saved_bytes(x: Shape) -> int:
 
 def keys_and_values(x: Shape) -> int:
     """Numbers of k and v that attention keeps in one micro-batch: all tokens of 1/c of the repeated
-    heads under Ulysses, else own tokens of all heads. They are of every query head where heads are
-    uneven. A recomputed core keeps what it is called with."""
+    heads under Ulysses, else own tokens of all heads. Uneven heads are kept once for each query
+    head. A recomputed core keeps its arguments."""
     if x.is_uneven and x.recompute == "none":
         return 2 * x.n * x.h // x.t
     repeats = x.repeats if x.recompute == "none" else 1

@@ -61,8 +61,8 @@ class Sender:
     def linear(
         self, matmul: Matmul, n: int, fan_in: int, *fan_outs: int, times: int, again: int = 0
     ) -> None:
-        """again: forwards more than there are backwards. fan_outs: of each weight; those that
-        every rank has whole are given as they are multiplied, times t."""
+        """again: number of additional forwards. fan_outs: of each weight; times t for those that
+        every rank has whole."""
         x, forwards = self.x, times + again
         self.send(matmul.x, n * fan_in * x.w, forwards + 2 * times)  # x, and for dW; dx
         for fan_out in fan_outs:

@@ -248,7 +248,7 @@ def loss_of(model: str, **of_hf: Any) -> float:
 
 @pytest.mark.parametrize("model", DROPOUT)
 def test_each_dropout_of_a_config_changes_the_loss(model: str) -> None:
-    """So that what is the same at every layout is not nothing."""
+    """Otherwise layouts could agree on a dropout that drops nothing."""
     found = [loss_of(model), *(loss_of(model, **{n: p}) for n, p in DROPOUT[model].items())]
     assert len({*found}) == len(found)
 
@@ -326,7 +326,7 @@ def test_dropout_of_an_unknown_part_is_refused(gloo: Pool) -> None:
 
 
 def frozen_weights(tensor_size: int, zero_stage: int) -> dict[str, float]:
-    """How far two steps move what the model has as frozen, and the median of the rest."""
+    """The largest change of a frozen parameter in two steps, and the median of the others'."""
     mesh, config = mesh_of_ranks(tensor_size), hf_config("marian")
     state = tiny_state(mesh, config, zero_stage=zero_stage)
     before = weights_of(state)

@@ -356,8 +356,8 @@ def results(
 
 
 def check_right(world: int) -> dict[str, float]:
-    """By the names of RIGHT the worst of a copy of the model, whose gradients go through autograd,
-    and of the model, whose gradients go into the buckets."""
+    """The largest errors by the names of RIGHT: of a copy of the model, whose gradients go through
+    autograd, and of the model, whose gradients go into the buckets."""
     mesh, found = mesh_of_ranks(world), {}
     for name, case in RIGHT.items():
         model, x = built(case.make), inputs(case.of_ids)
@@ -414,7 +414,7 @@ def test_layers_that_read_one_tensor_sum_its_gradient_once(gloo: Pool) -> None:
 
 
 def check_twice_on_a_leaf() -> float:
-    """Modules that are called without the model, of whose call nothing is left after a backward."""
+    """Modules that are called without the model; a backward leaves nothing of their call."""
     model, x = built(partial(with_gate, gated)), inputs(False)
     whole = {name: model.get_parameter(f"{name}.weight").detach() for name in ("up", "gate")}
     parallelize(model, GATED, mesh_of_ranks(2), [x])

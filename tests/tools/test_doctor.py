@@ -84,7 +84,7 @@ def test_two_processes(tmp_path: Path) -> None:
 
 
 def spoiled_sums() -> list[str]:
-    """The problems that are told where rank 3 of 2 x 2 gets other sums than the true ones."""
+    """The problems that are reported where rank 3 of 2 x 2 gets wrong sums."""
     mesh = mesh_of_ranks(2)
     true = links.all_reduce
     if mesh.control.rank == 3:

@@ -301,7 +301,7 @@ def read_until(typed: int, end: str) -> None:
 
 
 def rest(typed: int) -> str:
-    """The screen until the program has ended, which is told by an OSError."""
+    """The screen until the program has ended, which an OSError shows."""
     seen = b""
     with suppress(OSError):
         while True:

@@ -68,7 +68,7 @@ def numbers_in(line: str) -> list[int]:
 
 
 def table(text: str) -> dict[str, list[float]]:
-    """{name: [found, and what was to be expected if it can be told]} of the statistics."""
+    """{name: [found, and the expected value if there is one]} of the statistics."""
     whole = text.split("samples     ")[1].split("\n\n")[0]
     rows = (re.split(r"\s{2,}", line) for line in whole.splitlines()[1:])
     return {name: [float(cell.rstrip(" %")) for cell in cells] for name, *cells in rows}

@@ -63,8 +63,8 @@ def test_what_lasts_and_what_a_step_adds_are_divided(gloo: Pool) -> None:
 
 
 def bytes_each(precision: str, stage: int, ranks: int) -> float:
-    """That last, of a parameter: of its weight, gradient, master and two moments, where in fp32 the
-    weight is its own master but for stage 3, which has no lasting weight."""
+    """Lasting bytes of a parameter: of its weight, gradient, master and two moments. In fp32 the
+    weight is its own master, but in stage 3 no weight lasts."""
     width, has_masters = WIDTHS[precision], precision != "fp32" or stage == 3
     weight = 0 if stage == 3 else width
     gradient = WIDE / (ranks if stage >= 2 else 1)
@@ -89,7 +89,7 @@ def in_flight(found: Memory, precision: str, stage: int, ranks: int) -> float:
 
 
 def most(sizes: list[int], number: int) -> int:
-    """Elements of so many neighbours."""
+    """The largest number of elements of so many neighbours."""
     return max(sum(sizes[first : first + number]) for first in range(len(sizes)))
 
 

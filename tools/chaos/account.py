@@ -74,7 +74,7 @@ def spans(history: History, every: Sequence[_Life]) -> list[Span]:
 
 
 def _cut(span: Span, held: Sequence[tuple[float, float]]) -> Iterator[Span]:
-    """The span in parts: what a rank was held up is of another kind."""
+    """The span in parts: time in which a rank was held up is of another kind."""
     at = span.begin
     if span.kind in ("steps", "evaluation", "save"):
         for begin, until in held:

@@ -69,7 +69,7 @@ class Target:
         return [*self.ranks.values()] if self.rank is None else [self.ranks[self.rank]]
 
     def others_live(self) -> bool:
-        """Whether a rank lives that the fault is not done to."""
+        """Whether a rank lives that the fault does not hit."""
         living, hit = {*self.start.ranks().values()}, {*self.pids()}
         return bool(living - hit) or not {*self.ranks.values()} - hit
 
@@ -229,8 +229,8 @@ def ask_probe(target: Target, fault: Fault) -> Generator[None]:
 @dataclass(frozen=True)
 class Kind:
     """inject: see above. causes: templates of `patterns`; of_next: the next start prints them.
-    to_all: it is done to every rank. has_to_end: the run cannot go on after it. saves: checkpoints
-    after which a fault that has not ended the run is over."""
+    to_all: it hits every rank. has_to_end: the run cannot go on after it. saves: checkpoints after
+    which a fault that has not ended the run is over."""
 
     inject: Injection
     causes: Sequence[str]
@@ -284,9 +284,9 @@ KINDS = {
 
 
 def patterns(kind: str, rank: int | None, facts: Mapping[str, Any]) -> list[str]:
-    """Regular expressions of the lines that have to be there; the cause is the first one's.
+    """Regular expressions of the lines that have to be there; the first one's line is the cause.
 
-    {who} in a template is the rank, or whatever rank or launcher it was done to; {pid}: one of
+    {who} in a template is the rank, or any rank or launcher that was hit; {pid}: one of
     facts["pids"]; {path}: the folder of facts["file"], or the whole of facts["save"]; {key}: the
     weight facts["key"].
     """

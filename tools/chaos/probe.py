@@ -8,7 +8,7 @@ time: of time.monotonic(), the one clock of all processes of a Linux host. event
 when the callbacks are made: imports, process groups and data are before it), "loaded" (the model is
 built and the checkpoint read; step is the one of the checkpoint), "step" (it is done),
 "evaluation" and "save" (with "at", "begin" or "end"), "end" (after the last step). Another trainer
-is held to the same account if it writes the same lines. Without the variable nothing is written.
+that writes the same lines gets the same account. Without the variable nothing is written.
 
 request_R.json in that folder asks a rank for a fault that only its process can make; the answer is
 an event "fault" with its number, "what" was done or why it was "refused", and the "key" of a weight

@@ -69,8 +69,8 @@ class Command:
         return self._size
 
     def _look(self, longest: float = LOOK) -> None:
-        """Finds its processes, if they were not looked for so many seconds ago; without a rank yet
-        sooner, as a short run would end before."""
+        """Finds its processes if the last look is `longest` seconds ago, or a fifth of that while
+        there is no rank: a short run could end before."""
         if time.monotonic() < self._looked + (longest if self._ranks else longest / 5):
             return
         mark = f"{FOLDER}={self._events}".encode()
@@ -120,7 +120,7 @@ def outermost(
     parents: Mapping[int, int], ranks: Mapping[int, int], command: int, known: Set[int]
 ) -> dict[int, int]:
     """The outermost process of each rank: loaders and compilers below it have its variables. One
-    that has outlived its rank is below the command no more.
+    that has outlived its rank is no longer below the command.
 
     parents: of each process. ranks: of the processes that have one. command: its process. known:
     those found before, which stay ranks when their launcher is killed.
@@ -155,8 +155,8 @@ def _lives(pid: int) -> bool:
 class Row:
     """The outcome of a fault. Times are those of time.monotonic().
 
-    begin, until: of the injection; over: when the ranks that it was done to had ended, or when the
-    run had gone on. ended: whether the ranks ended. facts: what the cause has to name, see
+    begin, until: of the injection; over: when the ranks that it hit had ended, or the run had
+    gone on. ended: whether the ranks ended. facts: what the cause has to name, see
     tools.chaos.faults.patterns. cause: the line of the run that names it. is_named: False where
     nobody is left to name it, or no start reads the damaged file.
     """
@@ -274,8 +274,8 @@ class Supervisor:
 
     folder: of events and logs. save: of checkpoints. every_steps: whether the faults' gaps are
     steps. restart_seconds: waited before each start but the first, as in a queue. patience: seconds
-    without a step, an evaluation or a save after which the run hangs. orphan_seconds: for
-    which ranks may outlive their launcher; a scheduler kills them, too.
+    without a step, an evaluation or a save after which the run hangs. orphan_seconds: the time
+    that ranks may outlive their launcher; a scheduler kills them, too.
     """
 
     def __init__(
@@ -331,7 +331,7 @@ class Supervisor:
         return self.history
 
     def _run_once(self, words: Sequence[str], logs: Path) -> int:
-        """A start to its end; returns its status."""
+        """Runs one start to its end; returns its status."""
         generations = self.history.generations
         now = time.monotonic()
         if not generations and not self._every_steps:
@@ -486,7 +486,7 @@ class Supervisor:
             generation.end, generation.fault, self._ending = row.over, row.begin, row
 
     def _end(self, start: Start, status: int) -> int:
-        """After the end of a start; returns its status, which is not 0 after a fault alone."""
+        """Closes the account of a start; returns its status, which is not 0 after a fault alone."""
         text, generation = start.text(), self.history.generations[-1]
         for row in self._unnamed:
             row.cause = cause_of(row, text)
@@ -541,8 +541,8 @@ def cause_of(row: Row, text: str) -> str | None:
 
 
 def is_passed_by(text: str, file: str) -> bool:
-    """Whether a start has resumed from a step in memory that is newer than this file of SAVE, which
-    it has not read then."""
+    """Whether a start has resumed from a step in memory that is newer than this file of SAVE, and
+    so has not read the file."""
     step = re.match(r"\D*(\d+)/", file)
     found = re.search(r"step (\d+) was in memory, now ", text)
     return step is not None and found is not None and int(step[1]) < int(found[1])

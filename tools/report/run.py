@@ -81,7 +81,7 @@ def number_of(value: Any) -> str:
 
 
 def state_of(lines: Lines) -> str:
-    """A sentence: started when, and running or ended by what; or where it is, if no line tells."""
+    """Says when the run started and how it ended, if it has; without such lines, where it is."""
     starts = [line for line in lines if "started" in line]
     last = lines[-1]
     if starts:

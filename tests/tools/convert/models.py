@@ -227,8 +227,8 @@ def exported(checkpoint: Path, folder: Path, **flags: Any) -> Path:
 
 
 def load_and_save(checkpoint: Path, to: Path, tensor_size: int, factor: float = 1.0) -> None:
-    """Do with the weights as a run at this layout does; makes to/step_00000001. factor: by which
-    they are multiplied."""
+    """Saves the weights times `factor`, as a run at this layout saves them, to
+    to/step_00000001."""
     mesh, manifest = mesh_of_ranks(tensor_size), read_manifest(checkpoint)
     dtype = DTYPES[manifest["precision"]]
     config, size = config_of(manifest), manifest["vocab_size"]

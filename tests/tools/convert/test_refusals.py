@@ -374,7 +374,7 @@ def test_equal_values(make: Make) -> None:
 
 
 def test_damaged_checkpoint(make: Make) -> None:
-    """The latter is not the same model in both programs, as nothing is."""
+    """A model of NaN is refused, too: its logits equal nothing."""
     folder = make("gpt2")
     step = models.imported(folder)
     models.load_and_save(step, folder.with_name("diverged"), 1, factor=float("nan"))

@@ -1,7 +1,7 @@
 """A toy step of two stages, which numbers its documents.
 
-Files beside its input tell what goes wrong: kill-once, kill-always, raise and wait at the document
-"fatal"; in calls it notes what it was called for, in waiting which process waits.
+Files beside its input cause faults: kill-once, kill-always, raise and wait at the document "fatal".
+The file calls lists the documents of its calls, the file waiting the process that waits.
 """
 
 import contextlib

@@ -280,8 +280,8 @@ def test_what_is_kept_is_what_autograd_saves(precision: str, flags: str) -> None
 
 
 def test_dropout_by_two_calls_of_flex_attention_is_planned() -> None:
-    """It keeps what one call does, and of the second 16 columns and sums; it computes those, too,
-    which are no use."""
+    """It keeps the tensors of one call, and 16 columns and the sums of the second; those columns
+    are computed, too, though nothing uses them."""
     config = preset("quickstart", DROPS[1])
     models = (
         replace(config.model, attention_dropout_rng=rng) for rng in ("kernel", "coordinates-flex")

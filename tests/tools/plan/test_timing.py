@@ -48,7 +48,7 @@ def test_a_ring_goes_as_fast_as_its_slowest_hop(
 
 def test_an_axis_goes_over_the_links_that_it_crosses() -> None:
     """2D on 16 ranks in servers of 4: the columns of a row are in one server, and its rows are not.
-    A broadcast passes on all that a gather of as much leaves a share of."""
+    A broadcast passes all of its bytes on; a gather of as many leaves a rank's own share out."""
     flags = "--tensor-parallel-mode 2d --tensor-model-parallel-size 16 --micro-batch-size 1"
     step = Step(preset("gpt2_355m", flags), 16, "fp16")
     hardware, rings = load_hardware("p100"), step.model.rings

@@ -96,7 +96,7 @@ def lists(encoder: Encoder, texts: Sequence[str]) -> list[list[int]]:
 
 
 def check_equal(encoders: Sequence[Encoder], texts: Sequence[str], expected: Any = None) -> None:
-    """That all give the same ids: those expected, or else the first one's."""
+    """Each encoder gives the expected ids, or else those of the first one."""
     expected = expected or lists(encoders[0], texts)
     for encoder in encoders:
         ids, sizes = encoder.arrays(texts)

@@ -361,7 +361,7 @@ def test_text_of_another_language_is_refused_before_anything_is_written(
 def test_a_share_of_unknown_tokens_is_told_warned_of_and_refused(
     folder: Path, tokenise: Tokenise
 ) -> None:
-    """1, 2 and 8 of 100 tokens: the last is told at the end, when the share is certain."""
+    """1, 2 and 8 of 100 tokens: the last is refused at the end, when the share is certain."""
 
     def write(unknown: int) -> None:
         text = " ".join(["the"] * (100 - unknown) + [UNKNOWN] * unknown)
@@ -388,7 +388,7 @@ def test_a_share_of_unknown_tokens_is_told_warned_of_and_refused(
 def test_text_in_lower_case_is_refused_by_a_vocabulary_with_capitals(
     folder: Path, tokenise: Tokenise
 ) -> None:
-    """Though nothing of it is [UNK]; below one half of texts with capitals the share is told."""
+    """Though no token is [UNK]; a share of capitals below one half is a warning."""
     capitals = string.ascii_uppercase
     file = Path(write_wordpiece(folder, *capitals, *(f"##{letter}" for letter in capitals)))
     file.rename("cased.txt")  # a tokenizer is made once of a file
