@@ -65,8 +65,8 @@ class Settings:
     file system for it, such as a tmpfs."""
 
     undisturbed: Path | None = None
-    """Folder of the undisturbed run, OUTPUT/undisturbed if not given. The same command's, finished,
-    is taken as it is."""
+    """Folder of the undisturbed run, OUTPUT/undisturbed if not given. A finished run of the same
+    command is not repeated."""
 
     weights: str | None = None
     """module:function that maps the folder of another trainer's checkpoints to {name: array}."""

@@ -139,8 +139,8 @@ def kinds(report: Mapping[str, Any]) -> Table:
         ))  # fmt: skip
     note = (
         "Mean / largest. Detection: from the fault to the end of the last rank. Restart: from "
-        "there until the checkpoint is loaded. Of cold start: seconds from the end of the ranks to "
-        "the first step done, over the same of the first start."
+        "there until the checkpoint is loaded. Cold start: seconds from the end of the ranks to "
+        "the first step done, over those of the first start."
     )
     return Table(head, rows, note=note)
 

@@ -140,8 +140,8 @@ def tokenise(step: StepRun, settings: Settings) -> None:
         check_unknown(settings, settings.input_words, unknown, description.tokens)
     except ValueError as error:
         raise ValueError(
-            f"{error}; nothing was put in place, and with the latter the run goes on from "
-            f"{step.output}"
+            f"{error}; no file was put in place, and with a larger --max-unknown the run goes on "
+            f"from {step.output}"
         ) from error
     move_data_set(staged, settings.inside, description, settings.tokenizer.files)
     manifest = step.finish(
