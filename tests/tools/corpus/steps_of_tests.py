@@ -26,7 +26,7 @@ TOY = "tests.tools.corpus.steps_of_tests"
 @dataclass(frozen=True, kw_only=True)
 class Settings(ShardSettings):
     mark: str = "!"
-    """What every text gets at its end."""
+    """The words at the end of every text."""
 
     words: Path | None = None
     """A file that changes nothing but the fingerprint."""
