@@ -1,5 +1,5 @@
-# Sourced by what runs on a GPU machine without .venv: sets `python`, and PYTHONPATH where packages
-# are missing that wheels/ has.
+# Sourced by scripts that run on a GPU machine without .venv: sets `python`, and PYTHONPATH where
+# wheels/ has packages that are missing.
 needs=(torch numpy safetensors tokenizers transformers tqdm filelock tyro docstring-parser typeguard
     typing-extensions)
 python=python3

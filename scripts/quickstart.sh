@@ -6,7 +6,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 # shellcheck source=scripts/paper/start.sh
 source "$root/scripts/paper/start.sh"
 
-# A corpus that is not there is said at once, before anything is installed.
+# A missing corpus is reported at once, before anything is installed.
 if [[ $# -gt 0 && $1 != -* && ! -s $1 ]]; then
     echo "error: corpus $1: no such file, or empty; name a file of {\"text\": \"...\"} lines, a .txt, or a folder" >&2
     exit 2

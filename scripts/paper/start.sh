@@ -10,7 +10,7 @@ for ((word = 1; word <= $#; word++)); do
     esac
 done
 
-# Files of the folder that are missing are said at once, before anything is installed.
+# Missing files of the folder are reported at once, before anything is installed.
 require() {
     local file missing=
     for file in "$@"; do

@@ -47,7 +47,7 @@ run_ranks() {
         "$python" scripts/slurm/node.py "$nodes" "$per_node" "$address" "$port" "$@"
 }
 
-# last NAME WORD...: what the last flag of that name is given among the words.
+# last NAME WORD...: prints the value of the last flag of that name among the words.
 last() {
     local name=$1 value=
     shift
@@ -61,7 +61,7 @@ last() {
     echo "$value"
 }
 
-# needs_checkpoints WORD...: what is queued again has to find what it saved.
+# needs_checkpoints WORD...: a job that is queued again has to find its checkpoints.
 needs_checkpoints() {
     local save load
     save=$(last --save "$@")
@@ -74,7 +74,7 @@ needs_checkpoints() {
             "go on from what it saved; --save $save --load $save would work"
 }
 
-# queue_again STATUS: the end of a job. 75 is that of ranks which a signal stopped and which saved.
+# queue_again STATUS: ends a job. 75 is the status of ranks that saved after a signal.
 queue_again() {
     if [[ $1 -eq 75 ]]; then
         scontrol requeue "$SLURM_JOB_ID"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fine-tune a checkpoint on a task; queues itself again, and takes up the seeds that are finished:
+# Fine-tune a checkpoint on a task; queues itself again, and reuses the seeds that are finished:
 #
 #     sbatch --nodes 1 --gpus-per-node 8 --ntasks-per-node 8 --time 24:00:00 \
 #         scripts/slurm/finetune.sh finetune/mnli_336m --task MNLI --load CHECKPOINTS \

@@ -353,7 +353,7 @@ def run_commands(name: str, commands: Sequence[Command], output: Path) -> None:
                 if is_accepted and not running.is_held_back:
                     continue
                 log = output / STAMPS / f"{name}.log"
-                with contextlib.suppress(OSError):  # such as a full disk, which is said below
+                with contextlib.suppress(OSError):  # such as a full disk, which is reported below
                     write_atomically(log, running.tail)
                 if not is_accepted:
                     advice = advice_on_full_disk(output) or f"more in {to_open(log)}"
