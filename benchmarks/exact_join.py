@@ -82,7 +82,7 @@ def exact_pairs(sets: Sequence[np.ndarray], least: Fraction) -> Iterator[tuple[i
     Only pairs that cannot be similar enough are skipped.  Similar sets A and B share at least
     `least` |A| grams, so one of the first |A| - ceil(`least` |A|) + 1 of A, and likewise of B.  Let
     A's first grams end before B's.  Then a shared gram is among the first of both, or is one of
-    the ceil(`least` |A|) - 1 of A behind these.
+    the ceil(`least` |A|) - 1 of A after these.
     """
     sizes = np.array([len(each) for each in sets])
     behind = np.array([ceil(least * len(each)) - 1 for each in sets])

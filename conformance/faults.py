@@ -216,7 +216,7 @@ def partial_micro_batch_dropped(t: Trainer, right: Right, step: int) -> Batches:
 
 @fault("used", RANKS)
 def norm_gradients_of_first_rank(t: Trainer, right: Right, weights: Weights) -> Weights:
-    """Gradients of norms and of biases behind row-parallel layers are of the first rank's part of
+    """Gradients of norms and of biases after row-parallel layers are of the first rank's part of
     each sequence: sequence parallelism without their sum."""
     first = (context_ranks(t, t.batches[0][0]) == 0)[:, None]
     whole = {n for n, w in weights.items() if w.dim() == 1}

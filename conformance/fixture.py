@@ -38,7 +38,7 @@ class MicroBatch:
     """Part of a global batch, b samples of s tokens, int64.
 
     labels: the token to predict at each position itself, -100 where none is scored.
-    attention_mask: 1 at real tokens; padding is behind them. token_type_ids and
+    attention_mask: 1 at real tokens; padding is after them. token_type_ids and
     next_sentence_label: those of BERT.
     """
 

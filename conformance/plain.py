@@ -196,7 +196,7 @@ class Trainer:
         return torch.arange(length)
 
     def allowed(self, batch: MicroBatch) -> Tensor:
-        """[b, s, s]: a query sees real tokens and, but in BERT, none behind its own."""
+        """[b, s, s]: a query sees real tokens and, but in BERT, none after its own."""
         b, s = batch.input_ids.shape
         real = batch.attention_mask.bool()[:, None].expand(b, s, s)
         return real if self.kind == "bert" else real.tril()

@@ -28,13 +28,13 @@ CURE = (
 )
 LONGEST_WORD = 16  # tokens after which free decoding gives up
 CONVENTIONS = {
-    "target": "the last word of the passage, behind its last blank (U+0020), with that blank and "
-    "the white space before it; its tokens are those of the whole passage behind those of the "
+    "target": "the last word of the passage, after its last blank (U+0020), with that blank and "
+    "the white space before it; its tokens are those of the whole passage after those of the "
     "context, which starts with the model's begin mark if it has one",
     "strict_accuracy": "the paper's: every token of the target is the most probable one, given the "
     "context and the target's tokens before it; of equally probable ones the lowest id counts",
     "last_token_accuracy": "the same of the target's last token alone",
-    "greedy_accuracy": "the most probable token is appended until the text behind its first blank "
+    "greedy_accuracy": "the most probable token is appended until the text after its first blank "
     f"holds white space, at most {LONGEST_WORD} times; the word is right where it is the target, "
     "or the target and then neither letters nor digits",
     "last_word_perplexity": "exp of the mean over passages of -ln p(target)",

@@ -75,7 +75,7 @@ class Layer(Tree):
         activation: Callable[[Tensor], Tensor],
         is_post: bool = False,
     ) -> Tensor:
-        """is_post: the norms stand behind the sums."""
+        """is_post: the norms stand after the sums."""
 
         def attention(x: Tensor) -> Tensor:
             qkv = linear(x, self.attention.qkv).chunk(3, -1)

@@ -175,7 +175,7 @@ def batch_of(each: MicroBatch) -> api.Batch:
         "loss_mask": is_scored.astype(np.float32),
     }
     if each.next_sentence_label is None:
-        # Padding is behind all tokens, which attend to none of it.
+        # Padding is after all tokens, which attend to none of it.
         positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape).copy()
         return api.GPT2Batch(**fields, positions=positions)
     assert each.token_type_ids is not None

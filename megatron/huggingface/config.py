@@ -269,7 +269,7 @@ class HuggingFaceConfig(KindConfig):
         found: int | None = self.value(NAMES["positions"])
         if found is not None and self.described.get("model_type") in OFFSET:
             if not isinstance(padding := self.described.get("pad_token_id", 1), int):
-                allowed = "one whose config.json has a pad_token_id, behind which positions begin"
+                allowed = "one whose config.json has a pad_token_id, after which positions begin"
                 raise UsageError("--hf-model", self.hf_model, allowed)
             return found - 1 - padding
         return found

@@ -447,7 +447,7 @@ def clip_grad_norm(gradients: GradientBuckets, max_norm: float) -> Tensor:
     """
     if not isinstance(gradients, GradientBuckets) or not gradients.is_complete:
         raise ValueError(
-            "clip_grad_norm takes the GradientBuckets of a model, behind accumulate(is_last=True)"
+            "clip_grad_norm takes the GradientBuckets of a model, after accumulate(is_last=True)"
         )
     norm = all_reduce(gradients.squares(), gradients.mesh.model_parallel).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -108,7 +108,7 @@ def _unchanged(tensor: Tensor, version: int) -> Tensor:
     if tensor._version != version:
         raise RuntimeError(
             f"a tensor {list(tensor.shape)} that a backward needs has been modified by an inplace "
-            "operation behind the forward that kept it"
+            "operation after the forward that kept it"
         )
     return tensor
 

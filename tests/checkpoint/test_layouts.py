@@ -120,7 +120,7 @@ def load_at(name: str, paths: dict[str, Path], dtype: torch.dtype) -> dict[str, 
 def test_every_tensor_is_the_same_at_another_layout(
     gloo: Pool, tmp_path: Path, dtype: torch.dtype, layouts: Sequence[str]
 ) -> None:
-    """Each loads those of the two layouts behind it."""
+    """Each loads those of the two layouts after it."""
     saved: dict[str, Tensors] = {}
     for number, name in enumerate(layouts):
         ranks, directory = parse_layout(name).ranks, tmp_path / name

@@ -201,7 +201,7 @@ def test_damaged_cache(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (cache,) = tmp_path.glob(".*.tokens")
     content = cache.read_bytes()
     message = f"--cache-tokens: {cache} is damaged; without this file it is made anew"
-    start = content.index(np.array([0, 1, 3]).tobytes())  # of the bounds, behind the ids
+    start = content.index(np.array([0, 1, 3]).tobytes())  # of the bounds, after the ids
     flipped = (
         content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
         for place in (*range(0, 16, 3), *range(start, len(content), 3))
@@ -222,7 +222,7 @@ def test_damaged_cache(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_cache_that_cannot_be_written(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = write(tmp_path / f"{'w' * 240}.jsonl", ["a", "bc"])  # too long for more behind it
+    path = write(tmp_path / f"{'w' * 240}.jsonl", ["a", "bc"])  # too long for more after it
     with pytest.warns(UserWarning, match="--cache-tokens"):
         batch = open_training([path], tokenizer, cache_tokens=True).batch([1])
     assert documents(batch, tokenizer) == ["bc"]

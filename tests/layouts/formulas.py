@@ -120,7 +120,7 @@ class Shape:
 
     @property
     def has_norm(self) -> bool:
-        """The one beside the layers', behind the last or behind the embedding."""
+        """The one beside the layers', after the last or after the embedding."""
         return self.is_first if self.post_norm else self.is_last
 
 
@@ -180,28 +180,28 @@ def parameters(x: Shape) -> tuple[Parameters, Parameters, Parameters]:
         (own, "stream"),
     ]
     before: Parameters = []
-    behind: Parameters = []
+    after: Parameters = []
     if x.has_norm:
-        (before if x.post_norm else behind).extend(norm)
+        (before if x.post_norm else after).extend(norm)
     if x.kind == "vit":
         if x.is_first:  # patches; positions; class token and bias, or the bias alone
             before += [(each * own, "stream") for each in (x.q, x.positions, 1 + x.class_token)]
         if x.is_last:
-            behind += [(x.v * own, "heads of BERT"), (x.v, "heads of BERT")]
-        return before, biased, behind
+            after += [(x.v * own, "heads of BERT"), (x.v, "heads of BERT")]
+        return before, biased, after
     is_tied = not x.untied and x.p > 1
     words = (x.v * h // shares, "ends" if is_tied else "")
     if x.is_first:
         before += [words] + [(x.positions * own, "stream")] * (x.kind in ("gpt2", "bert"))
         before += [(2 * own, "stream")] if x.kind == "bert" else []  # token types
     if x.is_last and (x.untied or not x.is_first):
-        behind.append(words)
+        after.append(words)
     if x.is_last and x.kind == "bert":
         square = [(h * own // x.e, ""), (own, "heads of BERT")]
-        behind += [*square, *[(own, "heads of BERT")] * 2, (x.v // t, "heads of BERT")]
+        after += [*square, *[(own, "heads of BERT")] * 2, (x.v // t, "heads of BERT")]
         order = [*square, (2 * own, "heads of BERT"), (2, "heads of BERT")]
-        behind += [] if x.unmodified else order
-    return before, layer if x.is_llama else biased, behind
+        after += [] if x.unmodified else order
+    return before, layer if x.is_llama else biased, after
 
 
 def summed_over(x: Shape) -> dict[str, tuple[str, int]]:
@@ -231,9 +231,9 @@ class Bucket:
 
 def buckets(x: Shape) -> list[Bucket]:
     """One for each sum that parameters need; in ZeRO stage 3 also for each layer, for what comes
-    before all of them and for what comes behind."""
-    before, layer, behind = parameters(x)
-    units = [(None, before), *((number, layer) for number in range(x.layers)), (None, behind)]
+    before all of them and for what comes after."""
+    before, layer, after = parameters(x)
+    units = [(None, before), *((number, layer) for number in range(x.layers)), (None, after)]
     if x.zero < 3:
         units = [(None, [each for _, unit in units for each in unit])]
     found = []
@@ -253,8 +253,8 @@ def parameter_bytes(x: Shape) -> int:
     """Between steps."""
     if x.zero == 3:  # there are masters alone
         return 0
-    before, layer, behind = parameters(x)
-    return x.w * sum(size for size, _ in [*before, *x.layers * layer, *behind])
+    before, layer, after = parameters(x)
+    return x.w * sum(size for size, _ in [*before, *x.layers * layer, *after])
 
 
 def saved_bytes(x: Shape) -> int:
@@ -387,7 +387,7 @@ def of_layers_1d(x: Shape, found: Traffic) -> None:
     add, t, layers, m, stream = found.add, x.t, x.layers, x.m, x.n * x.h * x.w
     scored = x.k if x.kind == "bert" else x.n
     again = 0
-    if x.recompute == "full":  # the last sum of a layer only where something behind it is kept
+    if x.recompute == "full":  # the last sum of a layer only where something after it is kept
         again = 2 if x.dropout or x.post_norm else 1
     of_head, is_text = m * x.is_last, x.kind != "vit"  # whose ends are whole on every rank
     if x.r == 1:

@@ -81,7 +81,7 @@ def test_known_modules_on_own_kernels_equal_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_in_bf16_rounded_as_there(name: str) -> None:
-    """An RMSNorm's output is rounded where transformers rounds it, before the weight and behind
+    """An RMSNorm's output is rounded where transformers rounds it, before the weight and after
     it; GELU, which transformers rounds at every step, differs by that."""
     theirs, ours = pair(KNOWN[name], torch.bfloat16)
     x = torch.randn(64, 3, WIDTH, dtype=torch.bfloat16).requires_grad_()

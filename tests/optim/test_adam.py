@@ -232,8 +232,8 @@ def train(state: TrainState, steps: int) -> None:
 def test_apex_trains_and_resumes_as_torch(
     monkeypatch: pytest.MonkeyPatch, saver: str, loader: str, decoupled: bool
 ) -> None:
-    """With a stand-in for apex, which needs a GPU. The updates behind the moments go with them:
-    they are Adam's correction of its bias."""
+    """With a stand-in for apex, which needs a GPU. The number of updates goes with the moments: it
+    is Adam's correction of its bias."""
     norm = Mock(wraps=fused_layer_norm)
     norms, optimizers = Mock(fused_layer_norm_affine=norm), Mock(FusedAdam=FusedAdam)
     monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)

@@ -264,7 +264,7 @@ def test_what_a_backward_adds_is_there_once() -> None:
             assert_relative(gradient, (first + 1) * expected[name], 1e-6, name)
 
     x.requires_grad_()
-    x.register_hook(lambda _: 1 / 0)  # behind all parameters
+    x.register_hook(lambda _: 1 / 0)  # after all parameters
     with pytest.raises(ZeroDivisionError), buckets.accumulate(is_last=False):
         model(x).backward()
     buckets.start()

@@ -268,7 +268,7 @@ def gradients_beside_f() -> tuple[Tensor, Tensor]:
     """The gradients of x and z in f(x) + z, which autograd passes on as one tensor."""
     axis = mesh_of_ranks(2).tensor
     x, z = (torch.zeros(3, requires_grad=True) for _ in range(2))
-    beside = z.view_as(z)  # made first, so that its backward comes behind that of f
+    beside = z.view_as(z)  # made first, so that its backward comes after that of f
     total = copy_to(x, axis) + beside
     total.backward(torch.full((3,), 1.0 + axis.rank))
     assert x.grad is not None

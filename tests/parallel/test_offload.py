@@ -194,7 +194,7 @@ def test_the_device_holds_weights_and_gradients_alone(stage: int, lasting: int) 
 
 
 def kept_on_device(granularity: str, offloads: bool, stage: int) -> int:
-    """Storages of what parts of layers returned that the graph keeps on the device, behind a
+    """Storages of what parts of layers returned that the graph keeps on the device, after a
     forward."""
     state = state_of(serial_mesh(CPU), offloads, stage, granularity=granularity)
     seen: list[StorageWeakRef] = []
@@ -239,10 +239,10 @@ class Own(nn.Module):
 
 
 def own_steps(stage: int, order: str, left_out: int = 0) -> tuple[list[Tensor], list[int]]:
-    """(masters after three steps of two micro-batches, bytes on the host behind each forward).
+    """(masters after three steps of two micro-batches, bytes on the host after each forward).
 
-    order: first or behind GradientBuckets; empty: no offload. left_out: so many layers are not
-    units."""
+    order: offload before ("first") or after GradientBuckets; empty: none. left_out: so many layers
+    are not units."""
     torch.manual_seed(1)
     model, mesh, held = Own().double(), mesh_of_ranks(1), list[int]()
     model.into.requires_grad_(False)  # then no gradient leaves the first layer
@@ -252,7 +252,7 @@ def own_steps(stage: int, order: str, left_out: int = 0) -> tuple[list[Tensor], 
     given: dict[str, Any] = {"zero_stage": stage, "units": units}
     gradients = GradientBuckets.for_master_weights(model, mesh=mesh, **given)
     optimizer = MasterWeights(gradients, OptimizerConfig())
-    if order == "behind":
+    if order == "after":
         offload_activations(model, units)
     torch.manual_seed(mesh.data.rank)  # of samples and dropout
     for number in range(6):
@@ -267,9 +267,9 @@ def own_steps(stage: int, order: str, left_out: int = 0) -> tuple[list[Tensor], 
 
 
 def check_own(stage: int) -> None:
-    _, (of_three, *_) = own_steps(stage, "behind")
+    _, (of_three, *_) = own_steps(stage, "after")
     assert of_three
-    for order, left_out in (("behind", 0), ("first", 0), ("behind", 1)):
+    for order, left_out in (("after", 0), ("first", 0), ("after", 1)):
         wanted, nothing = own_steps(stage, "", left_out)
         assert not any(nothing)
         found, held = own_steps(stage, order, left_out)

@@ -127,7 +127,7 @@ def test_programs_pass_each_message_once_in_one_order(ranks: int, micro_batches:
 
 
 def naive(lists: Lists, rank: int) -> Program:
-    """1F1B as one writes it first: receive before use, send behind the action."""
+    """1F1B as one writes it first: receive before use, send after the action."""
     ranks, items = len(lists), list[Action | Message]()
     for action in lists[rank]:
         step = 1 if action.direction == "forward" else -1

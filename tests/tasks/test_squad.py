@@ -274,12 +274,12 @@ def test_best_spans(squad: Squad) -> None:
 def test_best_contexts() -> None:
     table = np.array([[0, 6], [2, 8], [4, 9]])
     allowed = best_contexts(table)
-    # Token 3 has 2 tokens behind it in the first window, and 1 before it in the second.
+    # Token 3 has 2 tokens after it in the first window, and 1 before it in the second.
     assert [np.flatnonzero(each).tolist() for each in allowed] == [[0, 1, 2, 3], [2, 3], [2, 3, 4]]
     # Token 3 has 1 token at its poorer side in both, and the second window is the longer one.
     allowed = best_contexts(np.array([[0, 5], [2, 10]]))
     assert [np.flatnonzero(each).tolist() for each in allowed] == [[0, 1, 2], [1, 2, 3, 4, 5, 6, 7]]
-    # A long window has no say in the tokens behind its end.
+    # A long window has no say in the tokens after its end.
     assert best_contexts(np.array([[0, 300], [290, 302]]))[1][-2:].all()
 
 

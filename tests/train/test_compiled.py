@@ -136,7 +136,7 @@ def test_compiled_layers_are_one_graph_that_computes_the_same(
 def kept_in_three_steps(
     zero_stage: int, backend: str | None, offloads: bool = False
 ) -> tuple[list[float], list[int], set[int]]:
-    """(losses of three steps; behind the layers of each forward, how many of them have their
+    """(losses of three steps; after the layers of each forward, how many of them have their
     weights in memory, and bytes of activations on the host) of a rank."""
     mesh = mesh_of_ranks(1)
     config = tiny_config(num_layers=3, cpu_offload_activations=offloads, **DROPOUT)

@@ -80,7 +80,7 @@ def in_flight(found: Memory, precision: str, stage: int, ranks: int) -> float:
     # In stage 2 the tied embedding, whose gradients the head begins, is in the last bucket.
     divided = found.layers if stage == 3 else found.buckets[:-1]
     rest = sum(found.buckets) - sum(found.layers) if stage == 3 else found.buckets[-1]
-    # Biases of a layer, in the bucket that fills, come behind weights that begin the next one.
+    # Biases of a layer, in the bucket that fills, come after weights that begin the next one.
     filling, arriving = most(divided, IN_FLIGHT + 2), most(divided, IN_FLIGHT)
     gradients = WIDE * (filling + arriving / ranks + rest)
     if stage == 2:
@@ -136,7 +136,7 @@ class Behind(TorchDispatchMode):
         if name.startswith(("allgather", "_allgather")):
             self.gathers.append(0)
         elif name in ("mm", "addmm", "addmm_", "_linear_pointwise"):
-            self.gathers = [1 + behind for behind in self.gathers]
+            self.gathers = [1 + after for after in self.gathers]
         return function(*args, **(kwargs or {}))
 
 

@@ -142,7 +142,7 @@ def test_harness_after_begin_mark(begun: Path) -> None:
 
 
 def test_lambada_after_begin_mark(begun: Path) -> None:
-    """Its tokenizer gives the last word other tokens alone than behind its passage."""
+    """Its tokenizer gives the last word other tokens alone than after its passage."""
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
     from lm_eval.api.instance import Instance
 

@@ -168,9 +168,9 @@ def test_what_zero_sends_hides_where_something_computes(stage: int) -> None:
         ring = step.model.rings["data"]
         return sum(ring.seconds(size * width, QUICK, passes) for size in sizes)
 
-    behind = [size for size, ready in sums if ready == 1]
-    assert 0 < len(behind) < len(sums)
-    exposed = seconds(behind, 4, 1 if stage else 2) * (2 if stage >= 2 else 1)
+    after = [size for size, ready in sums if ready == 1]
+    assert 0 < len(after) < len(sums)
+    exposed = seconds(after, 4, 1 if stage else 2) * (2 if stage >= 2 else 1)
     if stage in (1, 2):
         exposed += seconds([size for size, _ in sums], 2, 1)
     if stage == 3:
@@ -254,7 +254,7 @@ def by_axis(calls: Counter[tuple[str, str]]) -> Counter[str]:
 
 
 def planned_by_axis(step: Step) -> tuple[Counter[str], Counter[str]]:
-    """(calls, bytes), without what ranks agree on behind the backward."""
+    """(calls, bytes), without what ranks agree on after the backward."""
     calls, sizes = Counter[str](), Counter[str]()
     for phase, found in step.calls.items():
         for call, times in found.items():

@@ -46,7 +46,7 @@ from tools.convert_dcp import main
 
 Capture = pytest.CaptureFixture[str]
 
-DONE = 3  # steps behind the folders
+DONE = 3  # steps before the save
 IMPORT = f"--global-batch-size {BATCH} --rotary-base {BASE} --no-tokenizer"
 SETTINGS = {
     "adam_beta1": tutorial.BETAS[0],
