@@ -391,8 +391,8 @@ class CutEmbedding(ParallelizedModule, nn.Embedding):
             parameters.shard(self, "weight", shards=((1, tensor),))
         else:
             raise PlanError(
-                f"{self.full_name} is an embedding, of which Column has gather alone: {style} is "
-                "of a matmul"
+                f"{self.full_name} is an embedding, for which Column supports only gather: "
+                f"{style} is for a matmul"
             )
 
     def forward(self, ids: Tensor) -> Tensor:

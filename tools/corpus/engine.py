@@ -271,7 +271,7 @@ class StepRun:
         if left:
             raise Unfinished(
                 f"{self.name}: --shard {self.settings.shard} has done its share of the stage "
-                f"{name}, of which others have {left} tasks left"
+                f"{name}; others have {left} of its tasks left"
             )
         self._stage_facts.append(
             {
