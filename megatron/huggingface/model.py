@@ -98,8 +98,8 @@ class HuggingFace(nn.Module):
         self.warnings = []
         if self.drawn:
             self.warnings.append(
-                "warning: torch draws what these drop, which so depends on micro-batches and "
-                f"layout: {', '.join(self.drawn)}"
+                "warning: torch draws the dropout of these modules, which depends on micro-batches "
+                f"and layout: {', '.join(self.drawn)}"
             )
         self.tied_table: str | None = None
         if getattr(model.config, "tie_word_embeddings", False):
