@@ -180,8 +180,8 @@ def read_back(model: nn.Module, expected: Tensors) -> Tensors:
 
 
 def check_readers_of_a_model(stage: int) -> None:
-    """Others than the optimizer: a copy keeps its weights, whatever becomes of the model; what
-    would save parameters that are not there is refused."""
+    """Readers beside the optimizer: a copy keeps its weights, whatever becomes of the model; a save
+    of parameters that are not there is refused."""
     state = tiny_state(mesh_of_ranks(1), zero_stage=stage)
     (batch,) = micro_batches(samples(2), state.mesh, 1)
 
@@ -390,7 +390,7 @@ def own_training(
 def test_an_own_training_goes_on(
     gloo: Pool, tmp_path: Path, make: Callable[..., Any], begun: int
 ) -> None:
-    """From where an optimizer has made no step, too."""
+    """Also where the optimizer has made no step."""
     expected = own_training(1, make, range(5), None, None)
     gloo.run(2, own_training, 2, make, range(begun), None, tmp_path)
     rest = range(begun, 5)

@@ -59,7 +59,7 @@ def begin(save: Path, state: TrainState) -> MemoryCheckpoints:
 
 
 def keep(base: Path, hosts: Sequence[str], tensor_size: int, steps: int) -> None:
-    """Train and keep each step in memory, and as it is on disk under "calm"."""
+    """Train, keep each step in memory, and save it on disk under "calm"."""
     state = fresh(tensor_size, zero=1)
     save = base / "save"
     with shared_memory(base / hosts[state.mesh.control.rank]):
@@ -93,7 +93,7 @@ def steps_in(host: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory, gloo: Pool) -> tuple[Path, Path]:
-    """(a place, its content after four ranks on two hosts have kept steps 1 to 3)."""
+    """(a folder, its content after four ranks on two hosts have kept steps 1 to 3)."""
     base = tmp_path_factory.mktemp("memory") / "base"
     (base / "save").mkdir(parents=True)
     gloo.run(4, keep, base, TWO_HOSTS, 2, 3)

@@ -282,7 +282,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path: Path) -> None:
 
 
 def claimed_by_all(directory: str) -> list[str]:
-    """The error on each rank: at first none, then of a file in the place of the folder."""
+    """The error on each rank: at first none, then that a file is in the place of the folder."""
     mesh = mesh_of_ranks(1)
     errors = []
     for place in (directory, f"{directory}/file"):

@@ -213,7 +213,7 @@ def accept(program: str, arguments: Sequence[str], world_size: int) -> PretrainC
 
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_refused_and_what_works_instead_is_accepted(number: int) -> None:
-    """Each parser has every third row, as all are made of the same configs, and each its own."""
+    """Each parser has every third row, as all have the same configs, and the rows of its kind."""
     program = list(PROGRAMS)[number]
     rows = REFUSED[number :: len(PROGRAMS)] + OF_KINDS.get(program, [])
     for text, world_size, flag in rows:
@@ -362,7 +362,7 @@ def test_warnings_of_settings(words: str, device: str, count: int) -> None:
 
 @pytest.mark.parametrize(("more", "count"), [("", 1), (" --attention-dropout 0", 0)])
 def test_a_ring_warns_of_dropout(more: str, count: int) -> None:
-    """Its kernels never draw it, on a GPU either."""
+    """Its kernels draw no dropout, on a GPU either."""
     words = f"--save a --save-interval 5 {CONTEXT} 2 {RING}{more}".split()
     for device in ("cpu", "cuda"):
         assert len(accept("gpt2", words, 2).warnings(device)) == count

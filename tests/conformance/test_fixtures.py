@@ -56,7 +56,7 @@ def norm(tensors: dict[str, Tensor]) -> float:
 def test_the_fixtures_can_be_made_again(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for the signatures, which test_run.py makes again."""
+    """All but the signatures, which test_run.py makes again."""
     monkeypatch.setattr("conformance.make.FAULTS", {})
     monkeypatch.setattr("conformance.make.PERTURBED", 3)
     make(name, tmp_path / name)

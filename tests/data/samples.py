@@ -139,7 +139,7 @@ def change(prefix: Path, suffix: str, position: int, content: bytes) -> None:
 def write_data_of_tokenizer(
     prefix: Path, documents: Sequence[Sequence[int]], *, beside: bool = True
 ) -> GPT2BPETokenizer:
-    """A data set that is said to be made by the tokenizer of write_tokenizer, which it returns.
+    """A data set whose sidecar names the tokenizer of write_tokenizer, which is returned.
 
     beside: leave the tokenizer's files as preprocessing does.
     """

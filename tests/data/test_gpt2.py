@@ -61,7 +61,7 @@ def test_unshuffled_epochs(prefix: Path) -> None:
 
 
 def test_epochs_differ_in_order(prefix: Path) -> None:
-    """That depends on the seed alone; evaluation stops at the end of its split."""
+    """The order depends on the seed alone; evaluation stops at the end of its split."""
     training, validation, _ = opened(prefix)
     size = training.samples_per_epoch
     epochs = [windows(training, range(size * epoch, size * (epoch + 1))) for epoch in range(3)]

@@ -168,8 +168,8 @@ def test_text_that_is_no_utf8(tmp_path: Path) -> None:
 
 
 def test_scan_is_kept_until_the_file_changes(tmp_path: Path) -> None:
-    """Told by a change that keeps size and time of the file, which no user makes, where the copy of
-    its column is made anew."""
+    """Shown by a change that keeps size and time of the file, which no user makes, while the copy
+    of its column is made anew."""
     file, moved = parquet(tmp_path / "a.parquet", ["apple", "pear"]), tmp_path / "elsewhere"
     first = open_map_style(str(file)).content
     before = file.stat()
@@ -200,7 +200,7 @@ def test_cache_is_of_one_column(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*rows hold no text")
 def test_damaged_page(tmp_path: Path) -> None:
-    """Where it is there at the start; texts that were opened before stay what they are."""
+    """The damage is found at the start; texts that were opened before stay as they are."""
     folder = parquet_folder(tmp_path)
     documents = open_map_style(str(folder))
     file = folder / "data" / "train-00001-of-00002.parquet"

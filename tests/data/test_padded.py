@@ -170,7 +170,7 @@ def test_cache(tmp_path: Path) -> None:
     plain = open_training([path], counting, shuffle=True).batch(range(400))
 
     def opened(tokenizer: Tokenizer = counting, **settings: Any) -> tuple[GPT2Batch, int, int]:
-        """The samples, what was tokenised for them, and how many caches there are."""
+        """The samples, the number of tokenised texts, and the number of caches."""
         Counting.texts = 0
         found = open_training([path], tokenizer, shuffle=True, cache_tokens=True, **settings)
         batch = found.batch(range(400))
@@ -191,7 +191,7 @@ def test_cache(tmp_path: Path) -> None:
 
 
 def test_damaged_cache(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """At the start, of every kind, and under a run."""
+    """Damage of every kind, at the start and during a run."""
     path = write(tmp_path / "web.jsonl", ["a", "bc"])
 
     def opened() -> PaddedDataset:

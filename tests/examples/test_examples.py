@@ -258,8 +258,8 @@ def build_zero(seed: int = 1) -> Model:
 
 
 def train_zero(stages: list[int], folder: Path | None = None) -> ZeroRun:
-    """Losses and norms, loss of unseen samples, weights; of several stages each goes on from the
-    checkpoint of the one before, in a model with other initial weights."""
+    """Losses and norms, loss of unseen samples, weights. Each stage after the first goes on from
+    the checkpoint of the previous one, in a model with other initial weights."""
     mesh, rows = mesh_of_ranks(1), list[tuple[float, float]]()
     for number, stage in enumerate(stages, start=1):
         model, steps = build_zero(number), STEPS * number // len(stages)
@@ -271,7 +271,7 @@ def train_zero(stages: list[int], folder: Path | None = None) -> ZeroRun:
 
 
 def weights_in_layers(mesh: Mesh, model: nn.Module) -> dict[str, Tensor]:
-    """Whole, as its layers see them: in stage 3 they are there while a layer is called."""
+    """Whole weights as the layers see them: in stage 3 they exist while a layer is called."""
     found = dict[str, Tensor]()
 
     def keep(module: nn.Module, *_: object) -> None:

@@ -140,7 +140,7 @@ def test_narrow_weights_generate_too(dtype: torch.dtype, tolerance: float) -> No
 
 
 def test_draws_follow_the_distribution() -> None:
-    """In a thousand even shares."""
+    """The rows have a thousand even shares."""
     shares = [number / 1000 for number in range(1000)]
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(1000, 4)
     for sampling, expected in (
@@ -213,7 +213,7 @@ def with_cache(model: GPT2) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def largest_difference(tensor_size: int, dtype: torch.dtype) -> float:
-    """Between the two ways, over all steps and rows; each row alone is read at once."""
+    """The largest difference of the two ways, over all steps; each row alone is read at once."""
     mesh = mesh_of_ranks(tensor_size)
     model = tiny_model(mesh, dtype=dtype)
     differences = []

@@ -241,7 +241,7 @@ def make_state(
 
 
 def of_all_stages(own: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """These, and those that other pipeline stages have."""
+    """These tensors, and those of the other pipeline stages."""
     if mesh.pipeline.size == 1:
         return own
     found: dict[str, Tensor] = {}

@@ -72,7 +72,7 @@ def traffic(granularity: str) -> tuple[Calls, Calls]:
 
 @pytest.mark.parametrize("granularity", ["none", "selective"])
 def test_two_forward_and_two_backward_per_layer(gloo: Pool, granularity: str) -> None:
-    """Attention's core, which selective recomputation repeats, says nothing."""
+    """Attention's core, which selective recomputation repeats, sends nothing."""
     for forward, backward in gloo.run(2, traffic, granularity):
         # g of the embedding, g of attention and MLP in each layer, the loss, and f of the head:
         # its gradient comes with the loss.

@@ -135,7 +135,7 @@ def state_of(
 
 
 def whole(state: TrainState, shards: list[tuple[str, ShardingSpec, Tensor]]) -> dict[str, Tensor]:
-    """Shards of parameters, whole, by the names and in the layout that transformers has."""
+    """Whole parameters of these shards, by the names and in the layout of transformers."""
     return {
         name.removeprefix("model."): layout_of(state.model, name).to_original(
             gather_whole(shard, spec)
@@ -145,7 +145,7 @@ def whole(state: TrainState, shards: list[tuple[str, ShardingSpec, Tensor]]) -> 
 
 
 def masters_of(state: TrainState) -> dict[str, Tensor]:
-    """Those of trained parameters, and the others as they are."""
+    """The masters of trained parameters, and the other parameters as they are."""
     return whole(state, [(name, *shard) for name, shard in state.shards().items()])
 
 

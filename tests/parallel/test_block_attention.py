@@ -43,7 +43,7 @@ def keys_of(length: int, heads: int = HEADS) -> Tensor:
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, p: float) -> Tensor:
-    """Written out, of whole tensors; seen: None for what is causal."""
+    """The formula, on whole tensors; seen: None for a causal mask."""
     keys = keys_of(q.shape[2], q.shape[1])
     ones = torch.ones(keys.numel(), k.shape[2], dtype=torch.float64)
     kept = dropout(ones, keys.flatten(), p).view(*keys.shape, k.shape[2])

@@ -60,7 +60,7 @@ def losses(model: nn.Module, mesh: Mesh, step: int) -> Iterator[tuple[bool, Tens
 
 
 def test_narrow_buckets_round_a_sum_once() -> None:
-    """That of equal ids, and of chunks of the head, is wide before it is in a bf16 bucket."""
+    """The sum over equal ids, and over chunks of the head, is fp32 until it is in the bucket."""
     found = []
     config = tiny_config(untie_embeddings_and_output_weights=True)
     for wide in (True, False):
@@ -249,7 +249,7 @@ def test_a_second_backward_in_the_last_accumulate_is_an_error() -> None:
 
 
 def test_what_a_backward_adds_is_there_once() -> None:
-    """Also by two backwards of one accumulate(), and none by one that was given up."""
+    """Two backwards of one accumulate() add once each; one that is given up adds nothing."""
     model, x = Misplaced(serial_mesh(), torchs_norm), torch.randn(2, 3, 4)
     buckets = GradientBuckets(model)
     run(buckets, model, x)

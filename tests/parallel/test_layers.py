@@ -207,7 +207,7 @@ CASES = {
 
 
 def random_weights(module: nn.Module) -> Weights:
-    """Whole ones, put into the module; leaves to differentiate by."""
+    """Whole weights, from which the module's are set; leaves of autograd."""
     materialize(module, device=torch.device("cpu"), dtype=torch.float64, seed=None)
     shapes = {name: spec.shape for name, spec in sharding_specs(module).items()}
     weights = {name: random(number, *shape) for number, (name, shape) in enumerate(shapes.items())}
@@ -216,7 +216,7 @@ def random_weights(module: nn.Module) -> Weights:
 
 
 def assert_gradients(module: nn.Module, weights: Weights) -> None:
-    """Summed over the axes that the specs say, they are those of the whole weights."""
+    """Gradients, summed over the axes that the specs name, are those of the whole weights."""
     table = sharding_specs(module)
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None

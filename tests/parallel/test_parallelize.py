@@ -657,7 +657,7 @@ TRANSPOSED: Plan = {
 
 @torch.no_grad()
 def check_states(world: int) -> dict[str, bool]:
-    """Ways to give the model its weights, each from zero, and whether it has them then."""
+    """For each way to give the model its weights, from zeros: whether it then has them."""
     model = built(Transposed)
     weights = {name: each.clone() for name, each in model.state_dict().items()}
     parallelize(model, TRANSPOSED, mesh_of_ranks(world))

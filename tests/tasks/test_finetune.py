@@ -375,7 +375,7 @@ def test_metrics(tuned: Tuned) -> None:
 def test_half_precision(
     words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    """bf16 without a flag, on a processor that multiplies in it."""
+    """bf16 is the default on a processor that multiplies in it."""
     save = tmp_path / "save"
     words = [*words[: words.index("--dtype")], "--save", str(save)]
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})

@@ -466,7 +466,7 @@ def make_task(tmp_path: Path, **more: Any) -> SquadTask:
 
 
 def logits_of(task: SquadTask, answered: float) -> list[Any]:
-    """Those of a model that knows the labels, and gives the mark of no answer this much less."""
+    """Logits of a model that knows the labels; those of no answer are lower by this number."""
     found = []
     for example in task.evaluations[""]:
         logits = np.zeros((len(example.options[0].tokens), 2), np.float32)
@@ -506,7 +506,7 @@ def test_threshold(tmp_path: Path) -> None:
     assert (figures["has_answer_f1"], figures["no_answer_f1"], figures["f1"]) == (100, 0, 50)
     assert figures["best_exact"] == figures["best_f1"] == 100
     assert figures.keys() == task.conventions.keys()
-    # ... and what the best threshold is said to be gives what it is said to give.
+    # ... and the best threshold gives the figure that it is reported with.
     threshold = figures["best_f1_threshold"]
     task = make_task(tmp_path, null_score_diff_threshold=threshold)
     assert task.score({"": logits_of(task, 3)})["f1"] == 100

@@ -342,7 +342,7 @@ def test_an_error_is_not_hidden_by_those_that_it_is_told_to(tmp_path: Path) -> N
 
 
 class Measures(Callback):
-    """Adds a number after the line of the step, and pauses the clock where it stands still."""
+    """Adds a number after the line of the step, and pauses the clock while it stands still."""
 
     def post_evaluation(self, loss: float | None) -> None:
         with self.training.paused():

@@ -365,7 +365,7 @@ def test_selective_recomputation_is_in_the_graph(
 
 
 def test_dropout_in_flex_attention_is_in_the_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU. Its sums are fp32 there, and so are those of a CPU that are differentiated."""
+    """As on a GPU, where sums are fp32; on a CPU they are so where a gradient is asked for."""
     changes = {**DROPOUT, "attention_dropout_rng": "coordinates-flex"}
     losses, gradients, _ = first_steps("gpt2", "tensor=1", None, changes)
     monkeypatch.setattr(KindConfig, "attends_by_flex", lambda *_: True)
@@ -379,7 +379,7 @@ def test_dropout_in_flex_attention_is_in_the_one_graph(monkeypatch: pytest.Monke
 
 
 def test_a_compiled_backward_may_leave_products_of_weights_to_later() -> None:
-    """The graph may overwrite afterwards what it hands over."""
+    """The graph may overwrite its tensors after it has handed them over."""
     weights = {
         f"transformer.layers.{layer}.{name}.weight"
         for layer in range(2)
@@ -459,7 +459,7 @@ STEPS = WARM_UP + 3
 
 
 def again(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
-    """As compiled.record, but that it computes."""
+    """As compiled.record, except that it computes."""
     result = function()
     return result, lambda: result.copy_(function())
 

@@ -95,7 +95,7 @@ def test_training_keeps_replicas_equal(
 
 
 def check_and_stop(tensor_size: int) -> None:
-    """The last rank wants to after a few tensors; the check of the others is of no use then."""
+    """The last rank stops after a few tensors; the check of the others is then of no use."""
     mesh = mesh_of_ranks(tensor_size)
     votes = chain([False] * 3, repeat(mesh.control.rank == mesh.size() - 1))
     with pytest.raises(Stopped):
@@ -194,7 +194,7 @@ def test_a_flipped_bit_is_named(
 def test_parts_of_zero_are_not_compared(
     gloo: Pool, zero_stage: int, tensor_size: int, expected: dict[str, tuple[str, ...] | None]
 ) -> None:
-    """By name along which axis a flip is found; the last rank has it in its part."""
+    """The axis along which a flip is found, by name; the last rank has the tensor in its part."""
     bad, names = (1, tensor_size - 1), [*expected]
     arguments = (tensor_size, bad, torch.float32, names, zero_stage)
     for drifts in gloo.run(2 * tensor_size, drifts_of, *arguments):
@@ -232,8 +232,8 @@ def test_another_batch_on_one_rank_is_named(
 
 
 def test_a_flipped_bit_is_named_in_2d(gloo: Pool) -> None:
-    """Norms are cut over columns and lie alike along the rows of ranks; weights are nowhere twice;
-    and ranks that train alone differ in nothing."""
+    """Norms are cut over columns and equal along the rows of ranks; no weight has a replica; ranks
+    that train alone have no difference."""
     names = [*WHOLE, f"model.{CUT}", "counters.skipped"]
     ranks = [f"(data 0, row {row}, column {column})" for row in (0, 1) for column in (0, 1)]
     of_norm = ("row",), [[ranks[1]], [ranks[3]]]

@@ -165,8 +165,8 @@ def test_padding_rows_of_the_softmax(imported: Find, kind: str) -> None:
 
 
 def write_text_of(folder: Path, kind: str, prefix: Path) -> None:
-    """Data that the folder's tokenizer is said to have made, without the tokenizer beside them; of
-    the Llama nothing says it."""
+    """Data whose sidecar names the folder's tokenizer, without the tokenizer's files beside it; for
+    the Llama no sidecar does."""
     numbers, size = np.random.default_rng(0), ROWS[kind] - 7
     if kind == "bert":
         known = BertWordPieceLowerCase(write_wordpiece(prefix.parent))

@@ -76,7 +76,7 @@ def report(tmp_path: Path, *folders: Path, **settings: Any) -> ParsedPage:
 
 
 def test_steps_of_a_run_are_read_in_the_order_of_the_pipeline(tmp_path: Path) -> None:
-    """Without a step that has not finished, and without the sides of a split."""
+    """It leaves out a step that has not finished, and the sides of a split."""
     root = write_pipeline(tmp_path)
     (root / "urls" / ".work").mkdir(parents=True)
     sides = {"train": {"documents": 29, "bytes": 2900}, "valid": {"documents": 1, "bytes": 100}}

@@ -158,7 +158,7 @@ def test_ranks_that_run_hold_these_blocks(gloo: Pool, name: str) -> None:
 
 
 def indices(spans: Iterable[range], scale: int) -> list[int]:
-    """Those of all spans, where `scale` indices stand for one."""
+    """The indices of all spans, where `scale` indices stand for one."""
     numbers = sorted({number for span in spans for number in span})
     return [scale * number + part for number in numbers for part in range(scale)]
 
