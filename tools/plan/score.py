@@ -74,7 +74,7 @@ class Row:
 
     @property
     def shapes(self) -> Key:
-        """What decides the time of a layer."""
+        """The sizes that decide the time of a layer."""
         return self.hidden, self.tensor, self.micro_batch
 
     @property

@@ -153,7 +153,7 @@ class AuthorsStep(Step):
 
     @property
     def logits(self) -> int:
-        """Of a token on a rank."""
+        """Logits of a token on a rank."""
         multiple = self.config.model.make_vocab_size_divisible_by * self.tensor
         return -(-vocabulary_of(self.config) // multiple) * multiple // self.tensor
 

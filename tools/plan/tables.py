@@ -26,7 +26,7 @@ Found = dict[str, Any]
 
 
 class Sizes(NamedTuple):
-    """Of a model and its layout."""
+    """A model and its layout. billions: of parameters; batch: samples of all GPUs."""
 
     billions: float
     layers: int

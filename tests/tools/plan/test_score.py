@@ -66,7 +66,7 @@ def test_a_layer_takes_as_long_as_the_host_needs() -> None:
 
 
 def test_an_anchor_makes_its_layers_as_slow_as_they_are() -> None:
-    """Of measured rows whose layers all take 1.3 times as long, one is told."""
+    """All layers take 1.3 times as long as predicted, and one row says so."""
     rows = [
         replace(row, iteration_ms=1000 * seconds(row, scale=1.3))
         for row in (
@@ -93,8 +93,8 @@ def test_order_and_picks() -> None:
     rows = [replace(ROW, tensor=t, data=d, pipeline=p) for t, d, p in layouts]
     times = [seconds(row) for row in rows]
     ranked = sorted(range(3), key=lambda number: times[number])
-    told = dict(zip(ranked, (300.0, 100.0, 101.0), strict=True))
-    found = score([replace(r, iteration_ms=told[i]) for i, r in enumerate(rows)], A100, PROGRAM)
+    measured = dict(zip(ranked, (300.0, 100.0, 101.0), strict=True))
+    found = score([replace(r, iteration_ms=measured[i]) for i, r in enumerate(rows)], A100, PROGRAM)
     assert (found["pairs"], found["order_accuracy"]) == (2, 0)
     assert (found["picks_near_the_best"], found["picks"]) == (0, 1)
     exact = [replace(r, iteration_ms=1000 * time) for r, time in zip(rows, times, strict=True)]
@@ -230,7 +230,7 @@ def test_flops_of_the_authors_program(t: int, p: int, v: int) -> None:
 
 
 def test_measured_iterations(test_data: Path) -> None:
-    """What docs/results/plan.md says: on one server with 8 constants, and on many with 10."""
+    """The figures of docs/results/plan.md: on one server with 8 constants, and on many with 10."""
     one, many = (
         read_rows(test_data / "planner" / f"a100_{kind}_node.csv", "--rows")
         for kind in ("single", "multi")
