@@ -233,9 +233,9 @@ class Question:
         machine = Machine(contenders, flags.device, agents)
         others = others_in(flags.json, machine.known)
         given = {k: v for k, v in settings.items() if isinstance(v, (int, float, str)) and v != ""}
-        for rounds, measured in enumerate(measure(self, contenders, flags, agents), start=1):
+        for rounds, measured in measure(self, contenders, flags, agents):
             record = machine.facts() | given | {"rounds": rounds, "contenders": measured}
-            if agents.rank == 0 and flags.json is not None:  # after each round: the next may fail
+            if agents.rank == 0 and flags.json is not None:  # the next group may fail
                 text = json.dumps([record, *others]) + "\n"
                 write_atomically(flags.json, text.encode())
         if agents.rank != 0:

@@ -226,9 +226,10 @@ def ended(status: int | None) -> str:
 
 def measure(
     question: Question, contenders: Sequence[Contender], flags: Flags, agents: Agents
-) -> Iterator[list[Figures]]:
-    """Yields, after each round, the contenders' entries in a record; every launched process calls
-    this. `rounds` has the figures of each round, with one number per turn for wall and cpu."""
+) -> Iterator[tuple[int, list[Figures]]]:
+    """Yields, after each group, the number of rounds begun and the contenders' entries in a record;
+    every launched process calls this. `rounds` has the figures of each round, with one number per
+    turn for wall and cpu."""
     chosen = [each for each in contenders if each.name in flags.contenders or not flags.contenders]
     first = {each.group: each.name for each in reversed(contenders)}
     found = {
@@ -258,9 +259,9 @@ def measure(
                     found[group, name] |= {"reason": processes.dropped, "rounds": []}
                 else:
                     found[group, name]["rounds"].append(processes.figures(compared))
+            yield number + 1, list(found.values())
         if agents.rank == 0:
             print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-        yield list(found.values())
 
 
 def rotated(items: list[Any], number: int) -> list[Any]:

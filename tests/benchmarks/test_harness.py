@@ -41,7 +41,7 @@ def question(
 def measured(
     contenders: Sequence[Contender], flags: Flags | None = None, **changes: Any
 ) -> list[dict[str, Any]]:
-    *_, found = measure(question(**changes), contenders, flags or Flags(), Agents())
+    *_, (_, found) = measure(question(**changes), contenders, flags or Flags(), Agents())
     return found
 
 
@@ -126,13 +126,16 @@ def test_an_error_of_a_rank_ends_the_run(error: Exception) -> None:
         assert str(error) in str(ended.value)
 
 
-def test_record_before_a_failure(tmp_path: Path) -> None:
-    arguments = {"error": KeyError("odd"), "at": "second round"}
+@pytest.mark.parametrize(("at", "groups"), [("second round", ["both"] * 2), ("turn", ["1", "2"])])
+def test_record_before_a_failure(at: str, groups: list[str], tmp_path: Path) -> None:
+    """In the second round, or in the first one after another group."""
+    wrong = Contender("wrong", failing, {"error": KeyError("odd"), "at": at}, group=groups[1])
     flags = Flags(json=tmp_path / "record.json")
     with pytest.raises(RuntimeError):
-        question(rounds=3).ask([Contender("wrong", failing, arguments)], flags, {})
+        question(rounds=3).ask([contender("right", group=groups[0]), wrong], flags, {})
     (found,) = json.loads((tmp_path / "record.json").read_text())
-    assert found["rounds"] == len(found["contenders"][0]["rounds"]) == 1
+    rounds = [len(each["rounds"]) for each in found["contenders"]]
+    assert (found["rounds"], rounds) == (1, [1, int(at == "second round")])
 
 
 @pytest.mark.parametrize(
