@@ -1030,6 +1030,9 @@ the-step-before-is-in-the-profile | train/test_profiling::test_a_profile_has_the
 the-host-is-never-waited-for
 - layer_scale * max(overhead, floor - kernels)
 + layer_scale * overhead
+every-axis-has-the-network-of-tensor-parallelism
+- if call.axis == "tensor" and share is not None
++ if share is not None
 an-anchor-scales-overheads-alone
 - + (layer_scale - 1) * (kernels + calls)
 + + (layer_scale - 1) * 0 * calls
@@ -1037,6 +1040,9 @@ an-anchor-scales-overheads-alone
 stages-of-one-server-are-in-two
 - if self.span is not None and self.span <= hardware.devices_per_server:
 + if self.span == 0:
+a-gather-takes-as-long-as-an-all-reduce
+- return passes / 2 * interpolated(table, size)
++ return interpolated(table, size)
 a-measured-table-is-for-any-ranks
 - table = hardware.all_reduce.get(self.ranks, ())
 + table = next(iter(hardware.all_reduce.values()), ())

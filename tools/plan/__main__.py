@@ -40,7 +40,7 @@ from megatron.libraries import load
 from megatron.parallel.schedules import check, schedule
 from tools.layouts.job import program_of
 from tools.plan import gantt, interruptions, search
-from tools.plan.hardware import PROGRAMS, load_hardware
+from tools.plan.hardware import PROGRAMS, gpu_here, load_hardware
 
 PAPERS = "dgx2h"  # the machine of the paper, 2018
 MOST_ROWS = 12  # most layouts that --search prints
@@ -53,7 +53,7 @@ class FilesConfig:
 
     picture: Path | None = None
     """PNG file: parts of a plan's time and memory; of lost time with --mtbf; predicted beside
-    measured times with score; for figure5 and figure3 one like the paper's."""
+    measured times with score and tables; for figure5 and figure3 one like the paper's."""
 
     def __post_init__(self) -> None:
         writable(self, "json")
@@ -76,7 +76,8 @@ class QuestionConfig(FilesConfig):
     table [model], or the one in its name, or else gpt2."""
 
     days: bool = False
-    """Print the days that --train-iters take, or --tokens."""
+    """Print the days that --train-iters take, or --tokens, without evaluations, saves and
+    interruptions."""
 
     tokens: float | None = None
     """Tokens to train on, such as 300e9, in place of --train-iters; with --days."""
@@ -93,8 +94,9 @@ class QuestionConfig(FilesConfig):
         positive(self, "gpus", "tokens")
         non_negative(self, "price")
         for name in ("tokens", "price"):
-            if getattr(self, name) is not None and not self.days:
-                raise UsageError(flag(name), getattr(self, name), "given with --days")
+            if (value := getattr(self, name)) is not None and not self.days:
+                works = (flag(name), str(value), "--days")
+                raise UsageError(flag(name), value, "given with --days", works=works)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +271,10 @@ def plan(config: Any) -> bool:
         works = ("--tokens", "300e9")
         raise UsageError("--days", None, "given with --train-iters or --tokens", works=works)
     search.check(config, gpus)
-    described = load_hardware(question.hardware)  # before torch's import, which is slow
+    if (name := question.hardware) is None:
+        name = gpu_here()
+        print(f"--hardware {name}, by nvidia-smi", file=sys.stderr)
+    described = load_hardware(name)  # before torch's import, which is slow
 
     from tools.plan import record
     from tools.plan.software import anchored
@@ -350,7 +355,8 @@ def show_score(settings: ScoreConfig) -> None:
     known = load_hardware(settings.hardware).software  # before torch's import, which is slow
     software = settings.software or next(iter(known), PROGRAMS[0])
     if software not in PROGRAMS:
-        raise UsageError("--software", software, f"one of {', '.join(PROGRAMS)}")
+        allowed, works = f"one of {', '.join(PROGRAMS)}", ("--software", PROGRAMS[0])
+        raise UsageError("--software", software, allowed, works=works)
 
     from tools.plan import score
     from tools.plan.software import find_hardware

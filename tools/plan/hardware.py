@@ -1,4 +1,5 @@
-"""Figures of a machine, from a TOML file in which each figure is a table of value and source."""
+"""Figures of a machine, from a TOML file in which each figure is a table of value and source. A
+table [software."NAME"] has figures that replace them for one program, and one source."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ class Hardware:
     memory_share: float | None = None  # of memory bandwidth, where it differs from attained_share
     unaligned_share: float | None = None  # of peak, by matmuls that tensor cores do not like
     message_share: float | None = None  # of the network by messages; None: network_share
-    lone_ring_share: float | None = None  # by a ring that has a server's adapters for itself
+    tensor_network_share: float | None = None  # the same by tensor parallelism over servers
     layer_floor: float = 0.0  # seconds in which the host starts the kernels of a layer, both ways
     unfused_floor: float = 0.0  # more of it where the fused softmax does not take the shape
     layer_overhead: float = 0.0  # seconds of a layer and micro-batch beside its kernels
@@ -171,10 +172,7 @@ class Ring:
         if inside == self.ranks:
             return link
         rings = hardware.devices_per_server // inside  # that share the server's adapters
-        share = hardware.network_share
-        if rings == 1 and hardware.lone_ring_share is not None:
-            share = hardware.lone_ring_share
-        network = hardware.network_bandwidth * share / rings
+        network = hardware.network_bandwidth * hardware.network_share / rings
         return network if inside == 1 else min(link, network)
 
     def latency(self, hardware: Hardware, passes: int = 2) -> float:
@@ -209,14 +207,26 @@ def _likeness(name: str, known: str) -> tuple[bool, bool, float]:
     return name in known, model[:1] == name[:1], ratio
 
 
-def _gpu_here(known: Sequence[str]) -> str | None:
-    """The file whose name ends with the GPU's; of two models the first that nvidia-smi lists."""
+def gpu_here() -> str:
+    """The file of the first GPU of this machine that has one, by nvidia-smi: its name ends with the
+    model's, and the memory is the same within 10 %. Raises UsageError where there is none."""
+    known = known_hardware()
     if (program := shutil.which("nvidia-smi")) is None:
-        return None
-    words = [program, "--query-gpu=name", "--format=csv,noheader"]
-    run = subprocess.run(words, capture_output=True, text=True)
-    models = re.findall(r"\b[A-Z]\d{3}\b", run.stdout)  # NVIDIA H100 80GB HBM3
-    return next((each for each in known if models and each.endswith(models[0].lower())), None)
+        found = "there is no nvidia-smi"
+    else:
+        query = ["--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+        try:
+            run = subprocess.run([program, *query], capture_output=True, text=True, timeout=60)
+            found = (run.stdout + run.stderr).strip() or "nvidia-smi lists no GPU"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            found = str(error)
+    for model, size in re.findall(r"\b([A-Z]\d{3})\b.*, *(\d+)$", found, re.MULTILINE):
+        for name in known:  # NVIDIA H100 80GB HBM3, 81559
+            is_near = name.endswith(model.lower()) and not load_hardware(name).is_cpu
+            if is_near and abs(int(size) * 2**20 / load_hardware(name).memory - 1) < 0.1:
+                return name
+    allowed = f"given ({found.splitlines()[0]}): one of {', '.join(known)}"
+    raise UsageError("--hardware", None, allowed, works=("--hardware", "dgx-a100"))
 
 
 def known_hardware() -> list[str]:
@@ -224,13 +234,9 @@ def known_hardware() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
-def load_hardware(name: str | None) -> Hardware:
-    """Reads scripts/hardware/NAME.toml, or the file `name`; without a name the file of the GPU that
-    this machine has. Raises UsageError with a cure."""
+def load_hardware(name: str) -> Hardware:
+    """Reads scripts/hardware/NAME.toml, or the file `name`. Raises UsageError with a cure."""
     known = known_hardware()
-    if name is None and (name := _gpu_here(known)) is None:
-        allowed = f"given, as this machine has no GPU of {', '.join(known)}"
-        raise UsageError("--hardware", None, allowed, works=("--hardware", "dgx-a100"))
     file = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not file.is_file():
         near = sorted(known, key=partial(_likeness, name), reverse=True)[:2]
@@ -256,8 +262,8 @@ def read_hardware(text: dict[str, Any]) -> Hardware:
         tables = {int(ranks): [(*each,) for each in table] for ranks, table in value.items()}
         figures["all_reduce"] = figures["all_reduce"] | {"value": tables}
     for program, values in (software := text.get("software", {})).items():
-        if program not in PROGRAMS or set(values) - known - {"source"}:
-            raise ValueError(f"software {program!r}, {', '.join(values)}: one is not known")
+        for name in {program} - {*PROGRAMS} | set(values) - known - {"source"}:
+            raise ValueError(f"software {program}: {name} is not known")
     return Hardware(
         name=text["name"],
         is_cpu=text.get("is_cpu", False),

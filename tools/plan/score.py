@@ -5,18 +5,18 @@ predictions are: their errors; the share of pairs in the right order, of layouts
 and number of GPUs whose times differ by more than 5 %; and the share of such groups in which the
 fastest predicted layout is within 5 % of the fastest one.
 
-An anchor is a measured row, too. Rows with its hidden size, tensor-parallel size and micro-batch
-take as long for each layer as it does: kernels of the same shapes on the same hosts. Its own error
-is not counted.
+An anchor is a measured row, too. Rows of the same shapes take as long for each layer as it does:
+their kernels are the same, on the same hosts. It is left out of all three figures itself.
 """
 
 from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from itertools import combinations
+from math import inf
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -33,14 +33,18 @@ figures = Library("matplotlib.figure", "a run without --picture")
 NEAR = 0.05  # of the time: closer layouts are a tie
 VOCABULARY = 50_257  # of GPT-2
 MULTIPLE = 128  # to which it is padded, times the tensor-parallel size
-Key = tuple[int, int, int]
+Key = tuple[int | str, ...]
 Found = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Row:
     """A measured iteration of a GPT-2. sequence: tokens; global_batch, micro_batch: samples.
-    recompute: none or full; where a file does not say so, none in a server, full beyond it."""
+
+    vocabulary: 0 where a file does not say so, for GPT-2's, which is then padded at tensor > 1
+    alone: with that the authors' rows of one server fit. recompute: none, selective or full; where
+    a file does not say so, none in a server and full beyond it.
+    """
 
     gpus: int
     global_batch: int
@@ -53,6 +57,9 @@ class Row:
     data: int
     pipeline: int
     iteration_ms: float
+    virtual: int = 1
+    sequence_parallel: int = 0
+    vocabulary: int = 0
     recompute: str = ""
     place: str = field(default="", compare=False)  # file and line
 
@@ -60,13 +67,18 @@ class Row:
         ranks = self.tensor * self.data * self.pipeline
         wrong = {
             f"gpus is {self.gpus}, tensor x data x pipeline {ranks}": ranks != self.gpus,
-            "pipeline does not divide layers": self.layers % self.pipeline,
+            "pipeline x virtual does not divide layers": self.layers
+            % (self.pipeline * self.virtual),
+            "heads does not divide hidden": self.hidden % self.heads,
             "tensor does not divide heads": self.heads % self.tensor,
             "data x micro_batch does not divide global_batch": (
                 self.global_batch % (self.data * self.micro_batch)
             ),
-            "recompute is neither none nor full": self.recompute not in ("", "none", "full"),
-            "iteration_ms is not above 0": not self.iteration_ms > 0,
+            "sequence_parallel is 0 or 1": self.sequence_parallel > 1,
+            "recompute is none, selective or full": (
+                self.recompute not in ("", "none", "selective", "full")
+            ),
+            "iteration_ms is above 0": not 0 < self.iteration_ms < inf,
         }
         for what, is_wrong in wrong.items():
             if is_wrong:
@@ -75,66 +87,85 @@ class Row:
     @property
     def shapes(self) -> Key:
         """The sizes that decide the time of a layer."""
-        return self.hidden, self.tensor, self.micro_batch
+        sizes = self.hidden, self.heads, self.sequence, self.tensor, self.micro_batch
+        return *sizes, self.sequence_parallel, self.recompute
 
     @property
-    def group(self) -> tuple[int, ...]:
+    def group(self) -> Key:
         """Layouts with the same one do the same work on as many GPUs."""
-        model = self.hidden, self.heads, self.layers, self.sequence
+        model = self.hidden, self.heads, self.layers, self.sequence, self.vocabulary
         return *model, self.gpus, self.global_batch
+
+
+COLUMNS = {each.name: each for each in fields(Row) if each.name != "place"}
+NEEDED = [name for name, each in COLUMNS.items() if each.default is MISSING]
 
 
 def read_rows(file: Path, name: str) -> list[Row]:
     """name: of the flag. Raises UsageError that names the line."""
-    columns = {each.name: each for each in fields(Row) if each.name != "place"}
-    needed = [name for name in columns if name != "recompute"]
+    allowed = f"a table with the columns {', '.join(NEEDED)}, with commas between"
     try:
-        with file.open(encoding="utf-8", newline="") as stream:
-            reader = csv.DictReader(stream)
-            lost = [each for each in needed if each not in (reader.fieldnames or ())]
-            if lost:
-                raise UsageError(name, file, f"a table with the columns {', '.join(lost)}")
-            rows = [_row(values, columns, f"{file}:{reader.line_num}") for values in reader]
-    except (OSError, ValueError) as error:
-        raise UsageError(name, file, f"a table of measured iterations ({error})") from error
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            reader = csv.reader(stream)
+            names = [each.strip() for each in next(reader, [])]
+            rows = [
+                _row(names, values, f"{file}:{reader.line_num}")
+                for values in reader
+                if any(each.strip() for each in values)
+            ]
+    except (OSError, ValueError, csv.Error) as error:
+        raise UsageError(name, file, f"{allowed} ({error})") from error
     if not rows:
-        raise UsageError(name, file, "a table with a row at least")
+        raise UsageError(name, file, f"{allowed}, and a row at least")
     return rows
 
 
-def _row(values: Mapping[str, str], columns: Iterable[str], place: str) -> Row:
-    given: dict[str, Any] = {"recompute": values.get("recompute") or ""}
+def _row(names: Sequence[str], values: Sequence[str], place: str) -> Row:
     try:
-        given |= {each: float(values[each]) for each in columns if each != "recompute"}
-        whole = {
-            each: int(given[each]) for each in given if each not in ("recompute", "iteration_ms")
-        }
-        if any(given[each] != number or number < 1 for each, number in whole.items()):
-            raise ValueError("sizes are whole numbers above 0")
-        return Row(**(given | whole), place=place)
-    except (ValueError, TypeError) as error:
+        if len(values) != len(names) or len({*names}) < len(names):
+            raise ValueError(f"{len(values)} values of {len({*names})} different columns")
+        if lost := [each for each in NEEDED if each not in names]:
+            raise ValueError(f"without the column {lost[0]}")
+        given: dict[str, Any] = {}
+        for name, text in zip(names, values, strict=True):
+            if name not in COLUMNS or not text.strip():
+                continue
+            kind = COLUMNS[name].type
+            given[name] = text.strip() if kind == "str" else float(text)
+            if kind == "int":
+                if not given[name] >= (name in NEEDED) or given[name] % 1:
+                    raise ValueError(f"{name} is {text}, not a whole number above 0")
+                given[name] = int(given[name])
+        if lost := [each for each in NEEDED if each not in given]:
+            raise ValueError(f"without {lost[0]}")
+        return Row(**given, place=place)
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"{place}: {error}") from error
 
 
 def step_of(row: Row, hardware: Hardware, software: str, precision: str) -> Step:
     """The step that the row measured, of this project or of a program of the authors."""
     is_in_server = row.gpus <= hardware.devices_per_server
-    # The rows say nothing of their vocabulary. Unpadded at t = 1 and padded beyond is what fits.
-    is_padded = row.tensor > 1 or software == "this project"
+    is_padded = row.vocabulary or row.tensor > 1 or software == "this project"
     config = gpt2(
         layers=row.layers,
         hidden=row.hidden,
         heads=row.heads,
         sequence=row.sequence,
-        vocabulary=VOCABULARY,
+        vocabulary=row.vocabulary or VOCABULARY,
         multiple=MULTIPLE if is_padded else 1,
         recompute=row.recompute or ("none" if is_in_server else "full"),
         micro_batch=row.micro_batch,
         global_batch=row.global_batch,
         tensor=row.tensor,
         pipeline=row.pipeline,
+        virtual=row.virtual,
+        sequence_parallel=bool(row.sequence_parallel),
     )
-    return step_in(software, config, row.gpus, precision, hardware.device)
+    try:
+        return step_in(software, config, row.gpus, precision, hardware.device)
+    except ValueError as error:
+        raise UsageError("--rows", row.place, f"a layout of this project ({error})") from error
 
 
 def score(
@@ -142,57 +173,57 @@ def score(
 ) -> Found:
     """JSON. hardware: with the figures of this software (software.find_hardware)."""
     precision = hardware.default_precision if software == "this project" else "fp16"
-    scales = _scales(anchors, hardware, software, precision)
+    scales = defaultdict[Key, list[float]](list)
+    for row in anchors:
+        step = step_of(row, hardware, software, precision)
+        scales[row.shapes].append(_scale(step, hardware, row))
     found = []
     for row in rows:
-        step, scale = step_of(row, hardware, software, precision), scales.get(row.shapes, 1.0)
-        predicted = 1000 * predict(step, hardware, scale).total
+        step, scale = step_of(row, hardware, software, precision), scales.get(row.shapes, [1.0])
+        predicted = 1000 * predict(step, hardware, median(scale)).total
         found.append(
-            {each.name: getattr(row, each.name) for each in fields(row) if each.name != "place"}
-            | {"predicted": predicted, "measured": row.iteration_ms}
+            {name: getattr(row, name) for name in COLUMNS}
+            | {"place": row.place, "predicted": predicted, "measured": row.iteration_ms}
             | {"error": predicted / row.iteration_ms - 1}
             | {"is_anchor": row in anchors, "is_anchored": row.shapes in scales}
         )
-    counted = [abs(each["error"]) for each in found if not each["is_anchor"]]
+    pairs = zip(rows, found, strict=True)
+    counted = [(row, each) for row, each in pairs if not each["is_anchor"]]
     if not counted:
         raise UsageError("--rows", None, "rows that are not all anchors")
+    if unused := [each.place for each in anchors if each.shapes not in {r.shapes for r in rows}]:
+        raise UsageError("--anchors", unused[0], "of the shapes of a row at least")
+    errors = [abs(each["error"]) for _, each in counted]
     return {
         "hardware": hardware.name,
         "software": software,
         "rows": found,
-        "mean_error": fmean(counted),
-        "median_error": median(counted),
-        "worst_error": max(counted),
-        **_order(list(zip(rows, (each["predicted"] for each in found), strict=True))),
+        "mean_error": fmean(errors),
+        "median_error": median(errors),
+        "worst_error": max(errors),
+        **_order([(row, each["predicted"]) for row, each in counted]),
     }
 
 
-def _scales(
-    anchors: Sequence[Row], hardware: Hardware, software: str, precision: str
-) -> dict[Key, float]:
-    """By shapes, the factor of a layer's time with which the predicted time is the measured one:
-    the median of several anchors."""
-    scales = defaultdict[Key, list[float]](list)
-    for row in anchors:
-        step = step_of(row, hardware, software, precision)
-        scales[row.shapes].append(_scale(step, hardware, row.iteration_ms / 1000))
-    return {shapes: median(each) for shapes, each in scales.items()}
-
-
-def _scale(step: Step, hardware: Hardware, seconds: float) -> float:
-    """By the rule of false position: the time is nearly linear in the factor."""
+def _scale(step: Step, hardware: Hardware, row: Row) -> float:
+    """The factor of a layer's time with which the predicted time is the measured one, by the rule
+    of false position: the time is nearly linear in the factor."""
+    seconds = row.iteration_ms / 1000
     low, high = 0.5, 1.0
     first, second = (predict(step, hardware, each).total - seconds for each in (low, high))
     for _ in range(20):
-        if abs(second) < 1e-9 * seconds or first == second:
+        if abs(second) < 1e-9 * seconds:
+            return high
+        if first == second:
             break
         low, high = high, max(0.0, high - second * (high - low) / (second - first))
         first, second = second, predict(step, hardware, high).total - seconds
-    return high
+    allowed = "a time that some speed of its layers explains"
+    raise UsageError("--anchors", row.place, f"{allowed}: the rest alone takes longer")
 
 
 def _order(predictions: Sequence[tuple[Row, float]]) -> Found:
-    groups = defaultdict[tuple[int, ...], list[tuple[float, float]]](list)
+    groups = defaultdict[Key, list[tuple[float, float]]](list)
     for row, predicted in predictions:
         groups[row.group].append((row.iteration_ms, predicted))
     several = [each for each in groups.values() if len(each) > 1]
@@ -213,17 +244,21 @@ def _right(groups: Iterable[Iterable[tuple[float, float]]]) -> Iterator[bool]:
     for group in groups:
         for (a, x), (b, y) in combinations(group, 2):
             if max(a, b) > (1 + NEAR) * min(a, b):
-                yield (a < b) == (x < y)
+                yield (a - b) * (x - y) > 0
 
 
 def text(found: Found) -> str:
     rows = found["rows"]
+    anchored = sum(each["is_anchored"] for each in rows)
+    anchors = sum(each["is_anchor"] for each in rows)
     lines = [
-        f"{found['software']} on {found['hardware']}: {len(rows)} rows, "
-        f"{sum(each['is_anchored'] for each in rows)} of them with an anchor of their shapes",
+        f"{found['software']} on {found['hardware']}: {len(rows)} rows, {anchored} of shapes that "
+        f"an anchor has, {anchors} of them anchors themselves",
         f"error of a prediction: mean {found['mean_error']:.1%}, median "
         f"{found['median_error']:.1%}, worst {found['worst_error']:.1%}",
     ]
+    if not all(each["recompute"] for each in rows):
+        lines.insert(1, "assumed: no recomputation in a server, full recomputation beyond it")
     if found["pairs"]:
         lines.append(
             f"order: {found['order_accuracy']:.1%} of {found['pairs']} pairs right; the best "
@@ -234,8 +269,9 @@ def text(found: Found) -> str:
     for each in worst:
         layout = f"t {each['tensor']}, d {each['data']}, p {each['pipeline']}"
         lines.append(
-            f"  off most: hidden {each['hidden']}, {layout}, micro-batch {each['micro_batch']}: "
-            f"{each['predicted']:.0f} ms, measured {each['measured']:.0f}"
+            f"  off most: {Path(each['place']).name}, hidden {each['hidden']}, {layout}, "
+            f"micro-batch {each['micro_batch']}: {each['predicted']:.0f} ms, "
+            f"measured {each['measured']:.0f}"
         )
     return "\n".join(lines)
 

@@ -13,6 +13,7 @@ from megatron.config.model import GPT2Config
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.config.training import GPT2DataConfig, TrainingConfig
+from megatron.errors import UsageError
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.train.inputs import vocabulary_of
 from tools.layouts.work import Call, Matmul, Work
@@ -66,7 +67,7 @@ MEGATRON_2019 = Software(forward=(14, 30, 8, 2, 1), backward=(18, 27, 7, 2, 1))
 # a mask each), and scale, mask and softmax (2, backward 3) are fused; q, k, v are not copied.
 MEGATRON_2020 = Software(forward=(11, 16, 2, 0, 1), backward=(18, 27, 3, 2, 1))
 
-# That of 2021 (PTD-P): gradients of micro-batches are added in fp32 (read 2 bytes, add to 4).
+# That of 2021 (PTD-P): gradients of micro-batches are added in half precision (2 + 2 + 2 bytes).
 MEGATRON_2021 = replace(MEGATRON_2020, accumulated=6)
 
 # That of 2022: residual adds and dropouts are one kernel in the backward, too; logits stay in half
@@ -167,8 +168,8 @@ class AuthorsStep(Step):
         return self.tokens_of_rank * self.config.model.hidden_size * self.width // self.tensor
 
     @property
-    def is_cut(self) -> int:
-        """Ranks that share what tensor parallelism alone keeps whole: with sequence parallelism."""
+    def stream_ranks(self) -> int:
+        """Number of ranks that share the hidden states: with sequence parallelism those of t."""
         return self.tensor if self.config.parallel.sequence_parallel else 1
 
     @cached_property
@@ -186,13 +187,13 @@ class AuthorsStep(Step):
 
         def of_layer(matmuls: Iterable[Matmul], calls: Iterable[Call], passes: Passes) -> Work:
             whole, cut, _, dropouts, _ = passes
-            moved = width * (whole / self.is_cut + cut / t) * n * h + of_scores(passes)
-            moved += (2 * width + 1) * dropouts * n * h / self.is_cut
+            moved = width * (whole / self.stream_ranks + cut / t) * n * h + of_scores(passes)
+            moved += (2 * width + 1) * dropouts * n * h / self.stream_ranks
             return Work(Counter(matmuls), Counter(calls), moved)
 
         stream = self._of_stream
         calls_there, calls_back = [stream] * 2, [stream] * 2
-        if self.is_cut > 1:
+        if self.stream_ranks > 1:
             # All-gathers and reduce-scatters. In the backward those of the row-parallel layers are
             # waited for; the two of a column-parallel layer run beside its matmuls.
             part = stream._replace(passes=1)
@@ -232,7 +233,7 @@ class AuthorsStep(Step):
             ends["forward"].calls[self._of_stream] += 1
         if self.has_head:
             head = Matmul(1, n, h, logits, width)
-            moved = self.software.outside_passes * n * h * width / self.is_cut
+            moved = self.software.outside_passes * n * h * width / self.stream_ranks
             moved += self.software.logit_bytes * n * logits
             of_loss = Call("tensor", n * WIDE, 2), Call("tensor", 2 * n * WIDE, 2)
             there = Work(Counter([head]), Counter([self._of_stream, *of_loss]), moved / 2)
@@ -281,12 +282,18 @@ def gradients(matmuls: Iterable[Matmul]) -> Iterator[Matmul]:
 
 def find_hardware(name: str, software: str | None = None) -> Hardware:
     """load_hardware, with what kernels attain: by the anchor; or with the figures that were fitted
-    to runs of this software."""
+    to runs of this software. Raises UsageError where it is a program of the authors, and the
+    file has neither its figures nor an anchor of it."""
     hardware = load_hardware(name)
-    if software is None or software not in hardware.software:
-        return anchored(hardware)
-    figures = {key: each for key, each in hardware.software[software].items() if key != "source"}
-    return replace(hardware, anchor=None, **figures)
+    if software in hardware.software:
+        figures = dict(hardware.software[software])
+        sources = hardware.sources | dict.fromkeys(figures, figures.pop("source"))
+        return replace(hardware, anchor=None, sources=sources, **figures)
+    is_anchored = hardware.anchor is not None and hardware.anchor.software == software
+    if software in SOFTWARE and not is_anchored:
+        allowed = f"a program of which {hardware.name}'s file has figures, or this project"
+        raise UsageError("--software", software, allowed, works=("--software", "this project"))
+    return anchored(hardware)
 
 
 def anchored(hardware: Hardware) -> Hardware:

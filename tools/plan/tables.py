@@ -14,14 +14,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from megatron.errors import UsageError
 from tools.plan.hardware import Hardware
 from tools.plan.record import bars, table
-from tools.plan.software import gpt2, step_in
+from tools.plan.software import SOFTWARE, TORCH_BUCKET, AuthorsStep, gpt2
 from tools.plan.timing import predict
 from tools.plan.trace import Step
 
 SEQUENCE, VOCABULARY, MULTIPLE = 2048, 51_200, 128
 PRECISION = "fp16"
+OVERLAPPED = 18.4  # billions of parameters
 Found = dict[str, Any]
 
 
@@ -41,7 +43,8 @@ class Sizes(NamedTuple):
 
 
 def step_of(sizes: Sizes, software: str, recompute: str) -> Step:
-    """Both papers use sequence parallelism and selective recomputation together, or neither."""
+    """Both papers use sequence parallelism and selective recomputation together, or neither. Up to
+    OVERLAPPED, PTD-P reduces gradients by torch's DistributedDataParallel, during the backward."""
     config = gpt2(
         layers=sizes.layers,
         hidden=sizes.hidden,
@@ -57,7 +60,10 @@ def step_of(sizes: Sizes, software: str, recompute: str) -> Step:
         virtual=sizes.virtual,
         sequence_parallel=recompute == "selective",
     )
-    return step_in(software, config, sizes.gpus, PRECISION)
+    program = SOFTWARE[software]
+    if sizes.billions <= OVERLAPPED and sizes.gpus > sizes.tensor:
+        program = replace(program, bucket_bytes=TORCH_BUCKET)
+    return AuthorsStep(config, sizes.gpus, PRECISION, software=program)
 
 
 def published_flops(step: Step) -> float:
@@ -87,7 +93,11 @@ class Table:
             return self.figure(step, seconds)
 
         low, high = 0.05, 1.0
-        is_rising = figure(first, high) > figure(first, low)
+        ends = figure(first, low), figure(first, high)
+        if not min(ends) < goal < max(ends):
+            allowed = f"one that can reach {goal} {self.unit} in {self.name}, such as dgx-a100"
+            raise UsageError("--hardware", hardware.name, allowed, works=("--hardware", "dgx-a100"))
+        is_rising = ends[1] > ends[0]
         for _ in range(40):
             share = (low + high) / 2
             is_above = (figure(first, share) > goal) == is_rising
@@ -152,7 +162,9 @@ def tables() -> list[Table]:
 
 def study(hardware: Hardware) -> Found:
     """JSON: both tables on DGX A100s, or on servers like them."""
-    return {"hardware": hardware.name, "tables": [each.predicted(hardware) for each in tables()]}
+    found = [each.predicted(hardware) for each in tables()]
+    rows = [row | {"table": each["table"]} for each in found for row in each["rows"]]
+    return {"hardware": hardware.name, "tables": found, "rows": rows}
 
 
 def text(found: Found) -> str:

@@ -51,7 +51,7 @@ class Seconds:
     pipeline_bubble: float = 0.0
     context_parallel_exposed: float = 0.0
     context_parallel_hidden: float = 0.0
-    host: float = 0.0  # in which the device waits for the host
+    host: float = 0.0  # beyond kernels; below 0 where an anchor is faster than they are
 
     @property
     def total(self) -> float:
@@ -139,14 +139,16 @@ def host_seconds(step: Step, hardware: Hardware, layer_scale: float = 1.0) -> fl
     kernels += sum(
         n * matmul_seconds(each, hardware, precision) for each, n in work.matmuls.items()
     )
-    calls = sum(times * call_seconds(step, call, hardware) for call, times in work.calls.items())
+    calls = sum(waits for _, waits, _ in _collectives(step, work, hardware))
     more = layer_scale * max(overhead, floor - kernels) + (layer_scale - 1) * (kernels + calls)
     return step.layers * more + head
 
 
 def call_seconds(step: Step, call: Call, hardware: Hardware) -> float:
     """Seconds of a collective with nothing beside it."""
-    ring = step.model.rings[call.axis]
+    ring, share = step.model.rings[call.axis], hardware.tensor_network_share
+    if call.axis == "tensor" and share is not None and ring.inside(hardware) < ring.ranks:
+        hardware = replace(hardware, network_share=share)
     if not call.passes:
         return ring.shift(call.bytes, hardware)
     return ring.seconds(call.bytes, hardware, call.passes, is_rooted=call.is_rooted)
