@@ -78,6 +78,13 @@ def record(step: Step, hardware: Hardware) -> Record:
         "communication_per_step": _communications(step),
         "stages": [_stage(each) for each in step.stages],
         "idle_share_of_schedule": step.facts.idle_share,
+        "pipeline": {
+            "ranks": plan.ranks,
+            "virtual_stages": plan.virtual,
+            "schedule": config.parallel.pipeline_schedule or plan.kind,
+            "bubble": step.facts.idle_share,
+            "largest_rank": step.rank,
+        },
         "flops_per_step": step.flops,
         "flops_per_step_with_recomputation": step.executed_flops,
         "predicted_step_seconds": asdict(seconds) | {"total": seconds.total},

@@ -150,7 +150,15 @@ def test_every_stage_is_planned(tmp_path: Path) -> None:
     m = model["micro_batches"]
     sent = [each["communication_per_step"]["pipeline"]["calls"] for each in stages]
     assert sent == [5 * m + 1, 5 * m + 1]
-    assert found["idle_share_of_schedule"] == pytest.approx(1 / (3 * m))
+    bubble = found["idle_share_of_schedule"]
+    assert bubble == pytest.approx(1 / (3 * m))
+    assert found["pipeline"] == {
+        "ranks": 2,
+        "virtual_stages": 3,
+        "schedule": "interleaved",
+        "bubble": bubble,
+        "largest_rank": totals.index(max(totals)),
+    }
     assert found["predicted_step_seconds"]["pipeline_bubble"] > 0
 
 
