@@ -221,7 +221,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _cell(value: object) -> str:
     if isinstance(value, float):
-        return f"{value:,.4g}"
+        return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.4g}"
     return f"{value:,}" if type(value) is int else str(value)
 
 
