@@ -66,12 +66,12 @@ class MicroBatch:
 
 @dataclass
 class Figures:
-    """The figures of a trainer: an entry for each step; tensors are whole and on the CPU.
+    """The figures of a trainer. Tensors are whole and on the CPU.
 
-    losses: the sum of the scored tokens' cross entropies over their number, both of the global
-    batch; BERT adds the mean of its samples' cross entropies of the next sentence. grad_norms:
-    before clipping. gradients: of the first step, before clipping. weights: after the steps of
-    COMPARED.
+    losses: for each step, the sum of the scored tokens' cross entropies over their number, both of
+    the global batch; BERT adds the mean of its samples' cross entropies of the next sentence.
+    grad_norms: for each step, before clipping. gradients: of the first step, before clipping.
+    weights: after the steps of COMPARED.
     """
 
     losses: list[float] = field(default_factory=list)

@@ -51,7 +51,7 @@ gpu() {
     done
     export TORCHINDUCTOR_COMPILE_THREADS=1 # no pool of compilers for each process
     for number in "${!parts[@]}"; do
-        # The last --device and -k count, which are those of the caller.
+        # pytest takes the last --device and -k, so the caller's win.
         {
             SECONDS=0 code=0
             # Interrupted, as by Ctrl+C, pytest still says what failed; a job in the background ignores it.

@@ -384,7 +384,7 @@ class FinetuneSettings:
         return {name: found[name] for name in SEARCHED if name in found}
 
     def combinations(self) -> list[dict[str, Any]]:
-        """Those of the values of --search. Raises UsageError for one that its own flag refuses."""
+        """All values of --search. Raises UsageError for one that its own flag refuses."""
         if not self.search:
             return []
         searched = self.searched()

@@ -151,7 +151,7 @@ def _folders(directory: Path) -> list[Path]:
 
 
 def _chosen(directory: Path, step: int | None) -> list[Path]:
-    """That of the step, or all if it is None. Raises FileNotFoundError or UsageError if there is
+    """The folder of the step, or all if None. Raises FileNotFoundError or UsageError if there is
     none."""
     folders = _folders(directory)
     if not folders:

@@ -44,7 +44,7 @@ PIECE = 2**28  # bytes of one message
 
 
 class MemoryCheckpoints:
-    """Those of one start of a run; every rank calls the methods at the same steps.
+    """Checkpoints of one start of a run; every rank calls the methods at the same steps.
 
     A failure of one rank raises the same OSError on every rank.
     """
@@ -79,7 +79,7 @@ class MemoryCheckpoints:
 
     @classmethod
     def begin(cls, save: str | Path, mesh: Mesh, size: int, interval: int) -> MemoryCheckpoints:
-        """Those of this start, under a new id. size: bytes of this rank's own slices.
+        """Checkpoints of this start, under a new id. size: bytes of this rank's own slices.
 
         Raises UsageError on every rank if a host has no room for two checkpoints and, on several
         hosts, for those of its partner.

@@ -248,7 +248,7 @@ def _rows_of(count: int, axis: Axis) -> int | None:
 class ColumnLinear(ParallelizedModule):
     """The column layer for torch's Linear and transformers' Conv1D.
 
-    If keys or values have fewer heads than there are ranks, every rank holds the whole weight and
+    If keys or values have fewer heads than there are ranks, every rank holds their whole weight and
     computes the heads of its queries.
     """
 

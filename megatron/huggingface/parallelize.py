@@ -396,7 +396,7 @@ class _Moving:
     def leave(self, _: nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, Tensor | tuple | list):
             kind = type(output).__name__
-            raise RuntimeError(f"{self.name} returns a {kind}; a plan moves only tensors")
+            raise RuntimeError(f"{self.name} returns a {kind}; a plan moves tensors and tuples")
         values = dict(enumerate([output] if isinstance(output, Tensor) else output))
         self._move(values, self.style.outputs)
         return values[0] if isinstance(output, Tensor) else tuple(values.values())

@@ -89,7 +89,7 @@ class Context:
     def __init__(self, mesh: Mesh) -> None:
         self.axis, self.cp_comm_type = mesh.context, mesh.cp_comm_type
         self.is_ring = self.axis.size > 1 and self.cp_comm_type == "p2p"
-        # Terms that count once a sample count on the one rank that has its first token.
+        # A term of a sample counts on one rank: that of the sample's first token.
         self.counts_samples = self.axis.rank == 0
         self._positions: dict[tuple[int, torch.device], Tensor] = {}
 

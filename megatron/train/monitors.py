@@ -316,7 +316,7 @@ def keep_in_memory(
 
 
 def usual(name: str, log_interval: int, flops: Flops | None = None) -> list[Callback]:
-    """Those of every training; name: of the progress bar."""
+    """The callbacks of every training; name: of the progress bar."""
     counts = [Throughput(flops), PeakMemory(), DocumentCounts(), PhaseTimes(log_interval)]
     return [*counts, TimeLeft(), Progress(name)]
 

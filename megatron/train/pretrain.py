@@ -180,7 +180,7 @@ class Run:
     messages: list[str]
     """Messages to the user about the start of the run."""
     callbacks: Sequence[Callback]
-    """Those that settings ask for."""
+    """Callbacks that settings ask for."""
     evaluate_first: bool
     """The resumed checkpoint was due for evaluation, but has no loss; without data none has."""
 

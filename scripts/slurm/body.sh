@@ -74,7 +74,7 @@ needs_checkpoints() {
             "go on from what it saved; --save $save --load $save would work"
 }
 
-# queue_again STATUS: ends a job. 75 is the status of ranks that saved after a signal.
+# queue_again STATUS: ends a job; queues it again after 75, the status of ranks that have saved.
 queue_again() {
     if [[ $1 -eq 75 ]]; then
         scontrol requeue "$SLURM_JOB_ID"

@@ -40,7 +40,7 @@ class Passed:
             os.kill(int(rank), number)
 
     def status(self, exit_code: int) -> int:
-        """This process's status for a rank's; one killed by a passed signal had not yet begun."""
+        """This process's status for a rank's: STOPPED if a passed signal has killed it."""
         if -exit_code in self.numbers:
             return STOPPED
         return exit_code if exit_code > 0 else 128 - exit_code

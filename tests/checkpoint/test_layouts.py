@@ -173,7 +173,7 @@ def test_a_run_goes_on_as_if_undisturbed(gloo: Pool, tmp_path: Path, name: str, 
 
 
 def read_back(model: nn.Module, expected: Tensors) -> Tensors:
-    """The tensors, read as torch's tools wrote them."""
+    """Half of the tensors after from_dtensors, as torch's tools write, has set them to twice."""
     from_dtensors(model, {key.removeprefix("model."): 2 * each for key, each in expected.items()})
     own = {each.key: gather_whole(each.local, each.spec) for each in model_slices(model)}
     return {key: each / 2 for key, each in own.items()}

@@ -120,7 +120,7 @@ class Shape:
 
     @property
     def has_norm(self) -> bool:
-        """The one beside the layers', after the last or after the embedding."""
+        """Has it the norm outside layers: after the last one, or after the embedding."""
         return self.is_first if self.post_norm else self.is_last
 
 

@@ -29,7 +29,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Matmul:
+class LinearLanes:
     """How x W' is computed: over which lanes x, W and y go."""
 
     x: Lane
@@ -45,13 +45,13 @@ class Sender:
             weight = Lane("weight", t)
             i_to_k = Lane("input", t), Lane("output", t)
             self.hidden, self.inner_hidden, self.tokens = i_to_k[1], i_to_k[0], Lane("tokens", e)
-            self.entering = Matmul(i_to_k[0], weight, i_to_k[1])
-            self.leaving = Matmul(i_to_k[1], weight, i_to_k[0])
-            self.outside = Matmul(self.hidden, self.tokens, Lane("", 1))
+            self.entering = LinearLanes(i_to_k[0], weight, i_to_k[1])
+            self.leaving = LinearLanes(i_to_k[1], weight, i_to_k[0])
+            self.outside = LinearLanes(self.hidden, self.tokens, Lane("", 1))
         else:
             self.hidden, self.tokens = Lane("column", t), Lane("row", t)
             self.inner_hidden = self.hidden
-            summa = Matmul(Lane("column", t, t), Lane("row", t, t), Lane("", 1))
+            summa = LinearLanes(Lane("column", t, t), Lane("row", t, t), Lane("", 1))
             self.entering = self.leaving = self.outside = summa
 
     def send(self, lane: Lane, whole: int, times: int, passes: int = 1) -> None:
@@ -59,7 +59,7 @@ class Sender:
         self.found.add(lane.axis, lane.size, passes, whole // lane.calls, times * lane.calls)
 
     def linear(
-        self, matmul: Matmul, n: int, fan_in: int, *fan_outs: int, times: int, again: int = 0
+        self, matmul: LinearLanes, n: int, fan_in: int, *fan_outs: int, times: int, again: int = 0
     ) -> None:
         """again: number of additional forwards. fan_outs: of each weight; times t for those that
         every rank has whole."""

@@ -189,7 +189,7 @@ def distance(one: Tensor, other: Tensor, least: float = 0.0) -> float:
 
 
 def differences(tensor_size: int) -> dict[str, dict[str, float]]:
-    """The differences of each case on this rank: logits, loss, each gradient; see transformers'."""
+    """Differences of each case from transformers on this rank: logits, loss, each gradient."""
     mesh, found = mesh_of_ranks(tensor_size), {}
     for name, case in cases_at(tensor_size).items():
         state, batch = tiny_state(mesh, case.config), case.batch

@@ -48,7 +48,7 @@ PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "pure": (torch.bfloat16, {"pure_bf16": True}),
     "fp16": (torch.float16, {"fp16": True, "initial_loss_scale": "2**20"}),  # overflows at first
 }
-SECTIONS: dict[str, Callable[..., Any]] = {
+CONFIGS: dict[str, Callable[..., Any]] = {
     "gpt2": tiny_config,
     "bert": bert_config,
     "llama": llama_config,
@@ -69,7 +69,7 @@ def state_of(
     dtype, settings = PRECISIONS[precision]
     ranks, virtual = mesh.pipeline.size, 2 if schedule == "interleaved" else 1
     layers = ranks * virtual + 1
-    config = SECTIONS[model](cpu_offload_activations=offloads, recompute_granularity=granularity)
+    config = CONFIGS[model](cpu_offload_activations=offloads, recompute_granularity=granularity)
     pipeline = WHOLE_MODEL
     if schedule:
         config = replace(config, num_layers=layers)

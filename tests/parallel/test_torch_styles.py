@@ -241,7 +241,7 @@ def test_the_tutorial_s_dictionary_is_one_process(gloo: Pool, name: str) -> None
 
 
 def check_shared_heads(name: str) -> float:
-    """Each of 4 ranks computes that of 2 key/value heads that its 2 queries need."""
+    """Each of 4 ranks computes the one of 2 key/value heads that its 2 queries need."""
     plan = own_heads(name) | {"layers.*.attention.w[kv]": Column(heads=2, queries=HEADS)}
     prepared, _ = plan["layers.*.attention"]
     plan["layers.*.attention"] = [prepared, Local("n_heads", n_kv_heads=1, n_rep=2)]

@@ -122,7 +122,7 @@ def step(state: TrainState) -> None:
     train_step(state, [rows(batch, slice(state.mesh.data.rank, state.mesh.data.rank + 1))], 1e-3)
 
 
-class Behind(TorchDispatchMode):
+class MatmulsAfterGathers(TorchDispatchMode):
     """Counts the matmuls after each gather."""
 
     def __init__(self) -> None:
@@ -144,9 +144,9 @@ def matmuls_after_gathers(prefetches: bool) -> list[int]:
     config = tiny_config(num_layers=LAYERS, hidden_dropout=0.0, attention_dropout=0.0)
     state = tiny_state(mesh_of_ranks(1), config, zero_stage=3)
     alone = nullcontext() if prefetches else patch.object(Unit, "start", lambda unit: None)
-    with alone, Behind() as behind:
+    with alone, MatmulsAfterGathers() as after:
         step(state)
-    return behind.gathers
+    return after.gathers
 
 
 def test_zero_3_prefetches_layers(gloo: Pool) -> None:

@@ -124,7 +124,15 @@ def _mean(figure: Mapping[str, float] | None, is_time: bool = True) -> str:
 
 
 def kinds(report: Mapping[str, Any]) -> Table:
-    head = ("fault", "count", "ended it", "detection", "restart", "steps repeated", "of cold start")
+    head = (
+        "fault",
+        "count",
+        "ended it",
+        "detection",
+        "restart",
+        "steps repeated",
+        "over cold start",
+    )
     rows = []
     for each in report["by_kind"]:
         over = each["restart_over_cold_start"]
@@ -139,8 +147,8 @@ def kinds(report: Mapping[str, Any]) -> Table:
         ))  # fmt: skip
     note = (
         "Mean / largest. Detection: from the fault to the end of the last rank. Restart: from "
-        "there until the checkpoint is loaded. Cold start: seconds from the end of the ranks to "
-        "the first step done, over those of the first start."
+        "there until the checkpoint is loaded. Over cold start: seconds from the end of the ranks "
+        "to the first step done, over those of the first start."
     )
     return Table(head, rows, note=note)
 

@@ -69,7 +69,7 @@ class Command:
         return self._size
 
     def _look(self, longest: float = LOOK) -> None:
-        """Finds its processes if the last look is `longest` seconds ago, or a fifth of that while
+        """Finds its processes if the last look was `longest` seconds ago, or a fifth of that while
         there is no rank: a short run could end before."""
         if time.monotonic() < self._looked + (longest if self._ranks else longest / 5):
             return

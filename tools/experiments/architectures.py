@@ -349,7 +349,7 @@ def report(found: Sequence[Row], without: Sequence[str], settings: Settings) -> 
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """By outcome. Unusual configurations have what config.json has in place of its defaults."""
+    """The rows by outcome. Unusual ones have what config.json has in place of its defaults."""
     flops = [f"matmul FLOPs of a rank, t = {size}" for size in SIZES]
     head = ("architecture", "config.json", "outcome", "largest difference", *flops, "reason")
     lines = []

@@ -55,7 +55,7 @@ class Rate:
     source: str
 
     def at(self, gpus: int | None) -> float:
-        """That of a job on another number of GPUs, each of which is interrupted as often."""
+        """The mean time of a job on other numbers of GPUs, each interrupted as often."""
         return self.mtbf if gpus is None or self.gpus is None else self.mtbf * self.gpus / gpus
 
 

@@ -452,8 +452,8 @@ def largest_clusters(clusters: Sequence[Facts]) -> Section:
     """Each cluster unfolds; the first is open."""
     parts: list[Part] = [
         Text(
-            "The document that was kept comes first. Words that it lacks are marked, and in it the "
-            "words that half of the others or more lack. Each text is cut at "
+            "The document that was kept comes first. In the others, words that it lacks are "
+            "marked; in it, words that at least half of the others lack. Each text is cut at "
             f"{CHARACTERS:,} characters.",
             "note",
         )

@@ -38,7 +38,7 @@ class Panel:
     """A drawing of one number by step, of each run."""
 
     key: str
-    """That of the lines of metrics; validation_KEY is drawn with dots."""
+    """The key in lines of metrics; validation_KEY is drawn with dots."""
     title: str
     scale: float = 1.0
     """Factor of the values."""
@@ -94,7 +94,7 @@ def unit_of(lines: Lines) -> str | None:
 
 
 def panels(runs: Runs) -> list[Panel]:
-    """Those of which a run has a value."""
+    """The panels of which a run has a value."""
     every = [line for lines in runs.values() for line in lines]
     units = sorted({unit for lines in runs.values() if (unit := unit_of(lines))})
     known = [

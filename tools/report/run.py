@@ -250,7 +250,7 @@ def rank_rows(
 
 
 def find_layout(start: Facts, ranks: int) -> Layout | None:
-    """That of the settings; None if the record has none, or those of another version."""
+    """The layout of the settings; None if the record has none, or those of another version."""
     config = start.get("config", {})
     try:
         parallel = TrainingParallelConfig(**config["parallel"])

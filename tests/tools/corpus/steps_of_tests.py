@@ -1,7 +1,8 @@
 """A toy step of two stages, which numbers its documents.
 
 Files beside its input cause faults: kill-once, kill-always, raise and wait at the document "fatal".
-The file calls lists the documents of its calls, the file waiting the process that waits.
+The file `calls` gets the stage and the unit of each call; `waiting`, the id of the process that
+waits.
 """
 
 import contextlib

@@ -179,7 +179,7 @@ class Sums:
         return partial(done, x)
 
 
-class Saved:
+class SavedBytes:
     """Bytes, beside those of parameters, that forwards inside have saved for their backwards: now,
     and the most of them at a time."""
 

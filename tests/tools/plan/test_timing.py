@@ -11,7 +11,15 @@ import torch.nn.functional as F
 
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.step import count, forward_backward
-from tests.tools.plan.counted import META, Saved, Traffic, batches, fake_ranks, preset, state_on
+from tests.tools.plan.counted import (
+    META,
+    SavedBytes,
+    Traffic,
+    batches,
+    fake_ranks,
+    preset,
+    state_on,
+)
 from tools.layouts.work import Matmul, Meter, on_meta
 from tools.plan.hardware import Hardware, Ring, load_hardware
 from tools.plan.software import anchor_step, find_hardware
@@ -234,12 +242,12 @@ def rank_of(stage: int, step: Step) -> int:
     return stage * step.ranks // step.pipeline.ranks
 
 
-def found_on(stage: int, step: Step) -> tuple[Traffic, Saved, int]:
+def found_on(stage: int, step: Step) -> tuple[Traffic, SavedBytes, int]:
     """(communication of forwards and backwards, activations, parameters of the rank)."""
     config, rank = step.config, rank_of(stage, step)
     with fake_ranks(config, step.ranks, META, rank) as mesh:
         state = state_on(mesh, config, step.precision, step.pipeline)
-        traffic, kept = Traffic(mesh), Saved(state.model)
+        traffic, kept = Traffic(mesh), SavedBytes(state.model)
         samples = batches(config, step.micro_batches)
         with traffic, kept.counting():
             forward_backward(state, samples, count(state, samples))

@@ -66,8 +66,8 @@ TRICKY = [
 def categories() -> list[list[str]]:
     """All assigned characters that can be encoded, by their Unicode category.
 
-    gigatoken takes 4,657 characters that the Unicode of Python does not assign for letters: those
-    of newer versions, which the reference does not know.
+    gigatoken takes for letters 4,657 characters that Python's Unicode does not assign: those of
+    newer versions, which the reference does not know.
     """
     found = defaultdict(list)
     for code in range(sys.maxunicode + 1):
