@@ -84,6 +84,14 @@ def test_an_anchor_makes_its_layers_as_slow_as_they_are() -> None:
     assert [each["is_anchor"] for each in anchored["rows"]] == [True, False, False, False]
 
 
+def test_a_scale_is_of_all_that_a_layer_takes() -> None:
+    """Kernels, collectives and overheads; the rest of this step is a fifth of it at most."""
+    large = replace(ROW, hidden=12288, heads=96, layers=24, pipeline=1, gpus=2)
+    whole, twice = (seconds(large, scale=scale) for scale in (1, 2))
+    assert 0.8 < twice / whole - 1 < 1
+    assert twice - whole == pytest.approx(whole - seconds(large, scale=0))
+
+
 @pytest.mark.parametrize(
     "change",
     [
