@@ -147,22 +147,22 @@ def step_of(row: Row, hardware: Hardware, software: str, precision: str) -> Step
     """The step that the row measured, of this project or of a program of the authors."""
     is_in_server = row.gpus <= hardware.devices_per_server
     is_padded = row.vocabulary or row.tensor > 1 or software == "this project"
-    config = gpt2(
-        layers=row.layers,
-        hidden=row.hidden,
-        heads=row.heads,
-        sequence=row.sequence,
-        vocabulary=row.vocabulary or VOCABULARY,
-        multiple=MULTIPLE if is_padded else 1,
-        recompute=row.recompute or ("none" if is_in_server else "full"),
-        micro_batch=row.micro_batch,
-        global_batch=row.global_batch,
-        tensor=row.tensor,
-        pipeline=row.pipeline,
-        virtual=row.virtual,
-        sequence_parallel=bool(row.sequence_parallel),
-    )
     try:
+        config = gpt2(
+            layers=row.layers,
+            hidden=row.hidden,
+            heads=row.heads,
+            sequence=row.sequence,
+            vocabulary=row.vocabulary or VOCABULARY,
+            multiple=MULTIPLE if is_padded else 1,
+            recompute=row.recompute or ("none" if is_in_server else "full"),
+            micro_batch=row.micro_batch,
+            global_batch=row.global_batch,
+            tensor=row.tensor,
+            pipeline=row.pipeline,
+            virtual=row.virtual,
+            sequence_parallel=bool(row.sequence_parallel),
+        )
         return step_in(software, config, row.gpus, precision, hardware.device)
     except ValueError as error:
         raise UsageError("--rows", row.place, f"a layout of this project ({error})") from error

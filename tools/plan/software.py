@@ -256,7 +256,7 @@ class AuthorsStep(Step):
         buckets = self.model_of(size // self.width * WIDE).buckets
         numbers = [sum(view.parameter.numel() for view in each.views) for _, each in buckets]
         pairs = zip(buckets, numbers, strict=True)
-        return [(ready, Call("data", number * self.width, 2)) for (ready, _), number in pairs]
+        return found + [(ready, Call("data", n * self.width, 2)) for (ready, _), n in pairs]
 
     @property
     def layer_gathers(self) -> dict[str, list[list[Call]]]:

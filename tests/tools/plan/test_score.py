@@ -227,6 +227,18 @@ def test_rows_that_cannot_be(name: str, flag: str, tmp_path: Path) -> None:
     assert str(bad) in str(error)
 
 
+@pytest.mark.parametrize("software", [PROGRAM, "this project"])
+def test_a_layout_that_cannot_be_is_named_by_its_line(software: str, tmp_path: Path) -> None:
+    """Virtual stages without a pipeline."""
+    file = tmp_path / "rows.csv"
+    line = LINE.replace("2,1,2,300", "2,2,1,300")
+    file.write_text(f"{GOOD},virtual\n{line},2\n")
+    words = ["score", "--hardware", "dgx-a100", "--software", software, "--rows", str(file)]
+    error = refusal(lambda: plan.main(words, {}))
+    assert field_of(error) == "--rows"
+    assert f"{file}:2" in str(error)
+
+
 def test_a_table_of_a_spreadsheet(tmp_path: Path) -> None:
     """With a mark of its encoding, blank lines, spaces and further columns."""
     file = tmp_path / "rows.csv"
