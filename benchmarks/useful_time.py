@@ -51,7 +51,7 @@ FAULTS = {  # {fault: its table in a faults file}
     "bit of a weight flipped": 'kind = "flip_weight"',
     "disk full": 'kind = "full_disk"',
 }
-LONGEST = 600  # seconds of a turn, about three times what most take
+LONGEST = 450  # seconds of a turn, more than twice what most take
 BY_PROBE = ("connections dropped", "bit of a weight flipped")
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 TORCHRUN = f"{Path(sys.executable).parent / 'torchrun'} --standalone --nproc-per-node 2"
