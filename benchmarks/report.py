@@ -134,6 +134,12 @@ def cell(values: Sequence[float]) -> Cell:
     return Cell(median(values), ordered[k], ordered[-1 - k])
 
 
+def _range(cells: Sequence[Cell], form: str = "{:.2f}") -> str:
+    medians = [each.median for each in cells]
+    ends = [form.format(each) for each in (min(medians), max(medians))] if cells else [NOT_MEASURED]
+    return " to ".join(dict.fromkeys(ends))
+
+
 class Results:
     """A record, indexed by row, (group, name of the contender), and by column title.
 
@@ -176,22 +182,22 @@ class Results:
     def range(self, title: str, form: str = "{:.2f}") -> str:
         """Range of the medians of all rows that have this cell, such as "1.2 to 1.8"."""
         cells = [self.cell(*row, title) for row in self.rows]
-        if not (found := [each.median for each in cells if each is not None]):
-            return NOT_MEASURED
-        low, high = form.format(min(found)), form.format(max(found))
-        return low if low == high else f"{low} to {high}"
+        return _range([each for each in cells if each], form)
 
     def ratios(self, title: str, leave_out: Collection[str] = (), *, of: str = "") -> str:
-        """The cells of this column, such as "DTensor 1.20 (1.15 to 1.30) (fp32, t = 2)", without
-        contenders of the names in leave_out. of: a figure that is true where a claim is made."""
-        texts = []
+        """This column by contender, such as "DTensor 1.20 (1.15 to 1.30)", or the range of its
+        medians where several groups have it, without contenders of the names in leave_out. of: a
+        figure that is true where a claim is made."""
+        found = dict[str, list[Cell]]()
         for group, name in self.rows:
-            is_claim = not of or self.rounds[group, name][0][of]
             cell = self.cell(group, name, title)
-            if cell and is_claim and name not in leave_out:
-                place = f" ({group})" if group else ""
-                texts.append(f"{name} {cell.text('{:.2f}', is_ratio=True)}{place}")
-        return "; ".join(texts) or NOT_MEASURED
+            if cell and name not in leave_out and (not of or self.rounds[group, name][0][of]):
+                found.setdefault(name, []).append(cell)
+        texts = {
+            name: one.text("{:.2f}", is_ratio=True) if not others else _range([one, *others])
+            for name, (one, *others) in found.items()
+        }
+        return "; ".join(f"{name} {text}" for name, text in texts.items()) or NOT_MEASURED
 
     def table(self) -> str:
         width = 2 if any(group for group, _ in self.rows) else 1

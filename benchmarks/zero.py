@@ -154,8 +154,8 @@ def contenders(
 
 
 def result(found: Results) -> str:
-    text = f"Tokens/s of this project over those of others: {found.ratios(SPEED, {OURS})}."
-    return f"{text} Peak memory: {found.ratios(MEMORY, {OURS})}."
+    text = f"Tokens/s of this project over those of others: {found.ratios(SPEED, {OURS, WHOLE})}."
+    return f"{text} Peak memory: {found.ratios(MEMORY, {OURS, WHOLE})}."
 
 
 SPEED, MEMORY = "speed of ours / its", "memory of ours / its"
