@@ -133,9 +133,13 @@ kind = "flip_weight"
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("small_disk", ["16m"], indirect=True)
-@pytest.mark.parametrize(("count", "torchrun"), [(1000, False), (100, True)])
-def test_many_faults(small_disk: Path, tmp_path: Path, count: int, torchrun: bool) -> None:
-    faults = f"count = {count}\nevery_steps = 4\n{SWEPT}"
+@pytest.mark.parametrize(
+    ("seed", "count", "torchrun"), [(1, 100, True), *((seed, 250, False) for seed in range(1, 5))]
+)
+def test_many_faults(
+    small_disk: Path, tmp_path: Path, seed: int, count: int, torchrun: bool
+) -> None:
+    faults = f"seed = {seed}\ncount = {count}\nevery_steps = 4\n{SWEPT}"
     if torchrun:
         faults += '[[fault]]\nkind = "kill"\nrank = "launcher"\nweight = 2\n'
     words = f"{SPLIT} --train-iters {4 * count} --save-interval 2 --eval-interval 4 --eval-iters 4"
