@@ -15,11 +15,12 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Thread
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -242,6 +243,15 @@ class Saver:
         self._host: dict[str, Tensor] = {}  # kept, so that only the first save allocates
         self._pending: tuple[Future[SaveReport], float] | None = None
         self._finished: list[SaveReport] = []
+        self._writes: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        if config.async_save:
+            # One thread for all saves: a new one that lacks memory lets its start wait for ever. A
+            # daemon, so that a process whose peers are gone can still end.
+            Thread(target=self._write_all, name="save", daemon=True).start()
+
+    def _write_all(self) -> None:
+        for write in iter(self._writes.get, None):
+            write()
 
     def save(
         self,
@@ -287,8 +297,7 @@ class Saver:
                 future.set_exception(error)
 
         if self._config.async_save:
-            # A daemon, so that a process whose peers are gone can still end.
-            Thread(target=write, name="save", daemon=True).start()
+            self._writes.put(write)
             self._pending = future, time.monotonic() - start
         else:
             write()
@@ -337,12 +346,13 @@ class Saver:
         trace: TracebackType | None,
     ) -> None:
         """Let the last save finish; an error in training waits GRACE seconds for it."""
-        if error is None:
-            self.close()
-            return
         try:
-            self.close(GRACE)
-        except TimeoutError:
-            error.add_note("the save that was being written was given up")
+            self.close(None if error is None else GRACE)
         except Exception as failure:
-            error.add_note(f"the save that was being written failed, too: {failure}")
+            if error is None:
+                raise
+            is_late = isinstance(failure, TimeoutError)
+            fate = "was given up" if is_late else f"failed, too: {failure}"
+            error.add_note(f"the save that was being written {fate}")
+        finally:
+            self._writes.put(None)

@@ -58,8 +58,23 @@ def save_both_ways(tensor_size: int, directory: Path) -> int:
             finished = len(saver.reports())
             train(state)
             release.set()
-    assert not [thread for thread in threading.enumerate() if thread.name == "save"]
     return finished
+
+
+def test_a_save_starts_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that lacks memory would let its start wait for ever."""
+    state, before = fresh(), {*threading.enumerate()}
+    with saver_into(tmp_path, state, asynchronous=True) as saver:
+        started = {*threading.enumerate()} - before
+        monkeypatch.setattr(threading.Thread, "start", None)
+        for _ in range(2):
+            save(saver, state, 3.5)
+            train(state)
+    monkeypatch.undo()
+    for thread in started:
+        thread.join(60)
+    assert [thread.is_alive() for thread in started] == [False]
+    assert len(step_folders(tmp_path)) == 2
 
 
 def test_an_asynchronous_save_writes_the_same_bytes(gloo: Pool, tmp_path: Path) -> None:
