@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, wraps
 from importlib import import_module
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -154,7 +155,8 @@ class Column:
         if not self.ratio:
             return ours
         base = self._of(first)
-        return ours / base if self.ratio == "its / first" else base / ours
+        over, under = (ours, base) if self.ratio == "its / first" else (base, ours)
+        return over / under if under else inf
 
     def _of(self, figures: Figures) -> Any:
         return figures[self.figure] / self.unit / (figures[self.per] if self.per else 1.0)

@@ -162,11 +162,13 @@ class Processes:
         self.send(None)
 
     def prepare(self, turns: int) -> None:
-        self.last["notes"] = self.answers()[0]["notes"]
+        self.answers()
         self.warm = [self.turn() for _ in range(turns)]
 
     def finish(self, profile: Path | None) -> None:
-        self.last["peak_bytes"] = sum(each["peak_bytes"] for each in self.ask(peak_bytes))
+        found = self.ask(memory_and_notes)
+        self.last["peak_bytes"] = sum(each["peak_bytes"] for each in found)
+        self.last["notes"] = found[0]["notes"]
         if profile is not None:
             name = f"{self.contender.group} {self.contender.name}".strip()
             name = re.sub(r"[^\w.=-]+", "_", name)
@@ -355,7 +357,7 @@ def work(pipe: Connection, contender: Contender, rank: Rank) -> None:
         running = Running(contender.run(rank, **contender.arguments), rank, peak)
         if contender.memory_of_turns:
             forget_peak(rank.device_type)
-        pipe.send({"notes": rank.notes})
+        pipe.send({})
         while True:
             try:
                 command = pipe.recv()
@@ -377,8 +379,8 @@ def timed(running: Running, count: int) -> Figures:
     return {name: x / count for name, x in spent.items()} | read
 
 
-def peak_bytes(running: Running) -> Figures:
-    return {"peak_bytes": running.peak()}
+def memory_and_notes(running: Running) -> Figures:
+    return {"peak_bytes": running.peak(), "notes": running.rank.notes}
 
 
 def profiled(running: Running, folder: Path, name: str, wall: float) -> Figures:

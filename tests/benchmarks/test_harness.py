@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from math import inf
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -187,13 +188,16 @@ def record(numbers: dict[str, list[float]], **facts: Any) -> dict[str, Any]:
 
 def test_cells() -> None:
     asked = question(columns=(*COLUMNS, Column("known", "known")))
-    found = Results(asked, record({"a": [1.0, 2.0, 4.0], "b": [3.0, 4.0, 4.0], "c": []}))
+    found = Results(
+        asked, record({"a": [1.0, 2.0, 4.0], "b": [3.0, 4.0, 4.0], "c": [], "d": [0.0]})
+    )
     assert [found.median("", "b", each.title) for each in COLUMNS] == [4, 8, 8, 2, 0.5, 2]
     assert (found.cell("", "a", "times the first"), found.cell("", "c", "number")) == (None, None)
     interval = found.cell("", "b", "times the first")
     assert interval is not None
     assert (interval.low, interval.high) == (1, 3)
-    *_, b, c = found.table().splitlines()
+    assert found.median("", "d", "the first over it") == inf
+    *_, b, c, _ = found.table().splitlines()
     assert b == "| b | 4.0 | 8.0 | 8.0 | 2.00 (1.00 to 3.00) | 0.50 (0.33 to 1.00) | 2 | 7 |"
     assert c == "| c (not measured: takes a GPU) | | | | | | | 7 |"
     assert cell([1.0, 2.0]).low is None
@@ -228,6 +232,7 @@ def test_records_of_other_processors_stay(tmp_path: Path) -> None:
     own, other = json.loads(file.read_text())
     assert (own["processor"] != "Q", other["processor"]) == (True, "Q")
     assert [x["contenders"][0]["rounds"][0]["number"] for x in (own, other)] == [3.0, 1.0]
+    assert own["contenders"][0]["rounds"][0]["notes"] == ["number 3"]  # of a turn
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", own["date"])
     assert (own["cores"], own["size"]) == (os.cpu_count(), 5)
     assert 0 <= own["others_share_of_cores"] <= 1
