@@ -341,7 +341,7 @@ def lines(axes: Axes, results: Results, titles: str, group: str) -> None:
 
 def rows(record: Record) -> list[Record]:
     """One flat row per contender, to compare runs: medians over rounds; mfu and hfu in percent;
-    profile figures from the last round."""
+    predicted seconds; profile figures from the last round."""
     found = []
     for each in record["contenders"]:
         row: Record = {"model": each["group"], "contender": each["name"]}
@@ -354,6 +354,7 @@ def rows(record: Record) -> list[Record]:
         if "tokens" in rounds[0]:
             row["tokens_per_s"] = median(x["tokens"] / x["wall"] for x in rounds)
         row |= {key: each["facts"][key] / wall for key in ("mfu", "hfu") if key in each["facts"]}
+        row |= {key: each["facts"][key] for key in ("predicted",) if key in each["facts"]}
         last = rounds[-1]
         row |= {
             key: last[key] for key in ("launches", "host_ms", "reads", "device_ms") if key in last

@@ -12,6 +12,11 @@ for its ranks, and the exposed share, without concurrent computation; not on a C
 communicate. On a CPU the models are miniatures, unlike the paper's: 1/8 of the width, 1/4 of the
 layers, 1/2 of the heads, 1/8 of the sequence, 1/32 of the vocabulary, 2 copies. CPU ranks lose
 efficiency that GPUs keep, as they share memory bandwidth and caches that a single rank has alone.
+
+With --axes each axis is measured by itself instead, on 2 and 4 ranks beside one alone: 8 samples a
+rank and step, in micro-batches of 2, of one miniature. CPU seconds are those of all ranks over
+their number, in which they do not wait. Bytes are those that rank 0 sends in a step, counted, and
+planned by tools/plan.py; predicted seconds count ranks that share a core as one after another.
 """
 
 import sys
@@ -20,9 +25,11 @@ if sys.hexversion < 0x30B0000:
     sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
+from typing import Literal
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,14 +37,17 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 import torch
 
 from benchmarks import steps
-from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
 from benchmarks.profiles import shares_by_axis
 from benchmarks.report import Results
 from megatron.config.launch import world_size
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.train.launch import default_precision
+from megatron.train.step import train_step
+from tools.layouts.meters import counting
 from tools.plan.figure5 import COPIES, HEADS, MODELS, ROWS, STRONG
+from tools.plan.hardware import Hardware
 from tools.plan.software import find_hardware
 from tools.plan.timing import predict
 from tools.plan.trace import Step
@@ -48,6 +58,30 @@ PRECISIONS = {
     "bf16": "--no-fp16 --bf16",
     "fp16": "--initial-loss-scale 4096",  # no search for the loss scale while timing
 }
+TENSOR, PIPELINE = "--tensor-model-parallel-size {n}", "--pipeline-model-parallel-size {n}"
+CONTEXT = "--context-parallel-size {n} --cp-comm-type"
+SAMPLES = 8  # of a rank and step
+MINIATURE = """--preset quickstart --num-layers 8 --hidden-size 256 --num-attention-heads 8
+--seq-length 256 --max-position-embeddings 256 --vocab-size 4096 --micro-batch-size 2"""
+AxisName = Literal[
+    "data", "zero-1", "zero-2", "zero-3", "tensor", "sequence", "2d", "context", "ring", "1f1b",
+    "interleaved", "zb-h1",
+]  # fmt: skip
+AXES: dict[AxisName, str] = {  # flags on n ranks
+    "data": "",
+    "zero-1": "--zero-stage 1",
+    "zero-2": "--zero-stage 2",
+    "zero-3": "--zero-stage 3",
+    "tensor": TENSOR,
+    "sequence": f"{TENSOR} --sequence-parallel",
+    "2d": f"{TENSOR} --tensor-parallel-mode 2d",
+    "context": f"{CONTEXT} a2a",
+    "ring": f"{CONTEXT} p2p",
+    "1f1b": PIPELINE,
+    "interleaved": f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2",
+    "zb-h1": f"{PIPELINE} --pipeline-schedule zb-h1",
+}
+OF_ONE = "CPU seconds of a rank / one alone"
 
 
 @dataclass(frozen=True)
@@ -99,8 +133,54 @@ def train(rank: Rank, flags: list[str]) -> Turn:
     return lambda: step() | shares
 
 
+def step_of(flags: list[str], ranks: int, precision: str, device: str) -> Step:
+    """A step of SAMPLES for each rank."""
+    config = steps.read(flags, ranks)
+    training = replace(config.training, global_batch_size=SAMPLES * ranks)
+    return Step(replace(config, training=training), ranks, precision, device)
+
+
+def along(rank: Rank, flags: list[str], precision: str) -> Turn:
+    step = step_of(flags, rank.size, precision, rank.device_type)
+    mesh = steps.mesh_of(rank, step.config)
+    state, data = steps.build(step.config, mesh, pipeline=step.pipeline), mesh.batch
+
+    def turn() -> Figures:
+        numbers = range(state.step * step.micro_batches, (state.step + 1) * step.micro_batches)
+        batches = [steps.batch_of(step.config, each, data.rank, data.size) for each in numbers]
+        done = train_step(state, batches, steps.LEARNING_RATE)
+        return {"loss": done.loss, "tokens": done.tokens}
+
+    ties = [axis for bucket in state.gradients.tied for axis in bucket.axes]
+    with counting(mesh, ties) as counts:
+        turn()
+    sent = sum(counts.sent_bytes.values())
+    return lambda: turn() | {"sent": sent}
+
+
+def by_axis(
+    axes: Sequence[AxisName], precision: str, device: str, machine: Hardware | None
+) -> Iterator[Contender]:
+    """One rank alone, then each axis on 2 and 4 ranks."""
+    cores = (os.cpu_count() or 1) if device == "cpu" else sys.maxsize
+    for axis, ranks in [("data", 1), *product(axes, (2, 4))]:
+        if axis == "2d" and ranks == 2:  # no square
+            continue
+        flags = f"{MINIATURE} {AXES[axis].format(n=ranks)} {PRECISIONS[precision]}".split()
+        step = step_of(flags, ranks, precision, device)
+        used = {call.axis for calls in step.calls.values() for call in calls}
+        facts = {"ranks": ranks, "planned": sum(map(step.sent, used))}
+        if machine:
+            facts["planned_seconds"] = predict(step, machine).total * max(1, ranks / cores)
+        name = f"{axis}, {ranks} ranks" if ranks > 1 else "one rank"
+        own = {"flags": flags, "precision": precision}
+        yield Contender(name, along, own, facts=facts, ranks=ranks)
+
+
 def result(found: Results) -> str:
     """The last measured point of each kind."""
+    if OF_ONE in found.columns:
+        return f"{OF_ONE}: {found.ratios(OF_ONE)}."
     cells = ((row, found.cell(*row, LINEAR)) for row in found.rows)
     last = {
         found.rounds[row][0]["kind"]: f"{cell.text('{:.1%}', is_ratio=True)} ({row[1]})"
@@ -111,16 +191,22 @@ def result(found: Results) -> str:
     return f"Share of linear: {said or 'not measured'}."
 
 
-def contenders(flags: Flags, hardware: str | None = None) -> Iterator[Contender]:
+def contenders(
+    flags: Flags, hardware: str | None = None, axes: tuple[AxisName, ...] = ()
+) -> Iterator[Contender]:
     """Measure scaling; on a CPU in miniature.
 
     Args:
         hardware: name in scripts/hardware/ or a file, for predictions of tools/plan.py and MFU.
+        axes: axes to measure by themselves, in place of section 5.1.
     """
     is_small = flags.device == "cpu"
     most = max(world_size(os.environ), 2 if is_small else torch.cuda.device_count())
     precision = default_precision(torch.device("cpu")) if is_small else "fp16"
     machine = find_hardware(hardware) if hardware else None
+    if axes:
+        yield from by_axis(axes, precision, flags.device, machine)
+        return
     peak = machine.peak(precision) if machine else steps.peak_of(flags.device)
     for point, paper in studies(most, is_small=is_small).items():
         size, words = point.tensor * point.copies, point.flags(precision, is_small=is_small)
@@ -150,6 +236,11 @@ def contenders(flags: Flags, hardware: str | None = None) -> Iterator[Contender]
 COLUMNS = (
     Column("M parameters", "parameters", "{:,.1f}", unit=1e6),
     Column("seconds", "wall"),
+    Column("seconds, predicted", "planned_seconds"),
+    Column("CPU seconds of a rank", "cpu", per="ranks"),
+    Column(OF_ONE, "cpu", "{:.2f}", "its / first", per="ranks"),
+    Column("MB sent", "sent", "{:,.2f}", unit=1e6),
+    Column("MB, planned", "planned", "{:,.2f}", unit=1e6),
     Column("TFLOP/s of a rank", "executed", per="wall", unit=1e12),
     Column("MFU, %", "mfu", "{:.1f}", per="wall"),
     Column("tensor axis", "tensor", "{:.1%}"),
@@ -171,7 +262,7 @@ QUESTION = Question(
     turns=4,
     warm_up=2,
     together=False,
-    drawn=(LINEAR, f"{LINEAR}, predicted", f"{LINEAR}, paper", SPEED_UP),
+    drawn=(LINEAR, f"{LINEAR}, predicted", f"{LINEAR}, paper", SPEED_UP, OF_ONE),
 )
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ from benchmarks.harness import Column, Contender, Flags, Question
 from benchmarks.report import NOT_MEASURED, Results
 from megatron.config.pretrain import PretrainGPT2Config, PretrainLlamaConfig, PretrainTextConfig
 from megatron.errors import UsageError
+from tools.plan.software import find_hardware
+from tools.plan.timing import predict
 from tools.plan.trace import Step
 
 OURS, FLOOR = "this project", "floor"
@@ -105,6 +107,7 @@ def contenders(
     stub_communication: bool = False,
     small: bool = False,
     fast_weights: bool = False,
+    hardware: str | None = None,
 ) -> Iterator[Contender]:
     """Compare steps.
 
@@ -118,6 +121,7 @@ def contenders(
         small: a miniature, to try it: only the first of presets, dtypes and sizes.
         fast_weights: draw initial weights with the device's generator; else the host draws those of
             a training run, in 10 seconds per billion.
+        hardware: name in scripts/hardware/ or a file, for the times that tools/plan.py predicts.
     """
     names = list(dict.fromkeys(flags.contenders or USUAL))
     if unknown := set(names) - {*VARIANTS, *PEERS}:
@@ -130,6 +134,7 @@ def contenders(
     if fast_weights and max(tensor_parallel) > 1 and not stub_communication:
         allowed = "left out with several ranks, which would differ"
         raise UsageError("--fast-weights", None, allowed, works=("--no-fast-weights",))
+    machine = find_hardware(hardware) if hardware else None
     for preset, dtype, ranks, name in product(presets, dtypes, tensor_parallel, names):
         run, sizes = PEERS.get(name, (steps.ours, ANY))
         if ranks not in sizes or (stub_communication and name in PEERS):
@@ -159,6 +164,8 @@ def contenders(
             executed, useful = step.executed_flops / ranks, step.flops / ranks
             if name in VARIANTS:
                 facts |= {"executed": executed, "kept": step.trace.kept}
+                facts |= {"planned_bytes": step.memory["total"]} if machine else {}
+                facts |= {"predicted": predict(step, machine).total} if machine else {}
             if (peak := steps.peak_of(flags.device)) and dtype == "bf16":
                 # HFU and MFU in % if a step took one second
                 facts |= {"hfu": 100 * executed / peak, "mfu": 100 * useful / peak}
@@ -183,8 +190,11 @@ COLUMNS = (
     Column("tokens/s", "tokens", "{:,.0f}", per="wall"),
     Column(RATIO, "wall", "{:.3f}", "its / first"),
     Column("seconds", "wall", "{:.4f}"),
+    Column("predicted", "predicted", "{:.4f}"),
+    Column("predicted / measured", "predicted", "{:.3f}", per="wall"),
     Column("CPU seconds", "cpu", "{:.4f}"),
     Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
+    Column("planned MiB", "planned_bytes", "{:,.0f}", unit=2**20),
     Column("kept for the backward, MiB", "kept", "{:,.0f}", unit=2**20),
     Column("FLOPs / the first's", "executed", "{:.3f}", "its / first"),
     Column("MFU, %", "mfu", "{:.1f}", per="wall"),

@@ -40,7 +40,7 @@ def test_a_failed_run_is_shown_beside_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.sweep
 def test_all_groups(tmp_path: Path) -> None:
-    names = "hardware speed sizes loss dropout offload modes hf ring"
+    names = "hardware speed sizes plan loss dropout offload modes hf ring"
     ended = run(tmp_path, *names.split())
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr
     found = json.loads((tmp_path / "gpu.json").read_text())

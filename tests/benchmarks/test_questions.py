@@ -112,6 +112,16 @@ def of_scaling(record: Record, folder: Path) -> None:
     assert record["contenders"][2]["reason"] == "takes 4 ranks, there are 2"
 
 
+def of_axes(record: Record, folder: Path) -> None:
+    """What a rank sends is what was planned."""
+    for each in record["contenders"]:
+        (found,), facts = each["rounds"], each["facts"]
+        assert found["tokens"] == facts["ranks"] * 8 * 256
+        assert found["sent"] == facts["planned"]
+        assert (found["sent"] > 0) == (facts["ranks"] > 1)
+        assert facts["planned_seconds"] > 0
+
+
 def of_pipeline(record: Record, folder: Path) -> None:
     """The micro-batches whose bytes are kept are those that the schedule promises."""
     bubbles = [each for each in record["contenders"] if each["x"]]
@@ -210,6 +220,12 @@ QUESTIONS = {  # the file's name, and after a blank the case
             "4.2B, 12 heads, t x d = 4 x 1",
         ),
         of_scaling,
+        warm_up=0,
+    ),
+    "scaling of axes": Small(
+        "--axes zero-3 interleaved --hardware cpu",
+        ("one rank", "zero-3, 2 ranks", "interleaved, 2 ranks"),
+        of_axes,
         warm_up=0,
     ),
     "pipeline 1f1b": Small(

@@ -351,7 +351,8 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, share: float, meter: Meter
     ) -> tuple[Tensor, Tensor]:
         sums = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
-        heads = q.new_empty(*q.shape[:-1], v.shape[-1])
+        # In memory [b, s, a, d], as those of torch's kernels: heads are joined without a copy.
+        heads = q.new_empty(*q.transpose(-3, -2).shape[:-1], v.shape[-1]).transpose(-3, -2)
         ctx.save_for_backward(q, k, v, heads, sums)
         ctx.share, ctx.meter, ctx.bytes = share, meter, sum(x.nbytes for x in (q, k, v, heads))
         meter.attention(q, k, v, is_backward=False, share=share)
@@ -363,7 +364,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, *_ = ctx.saved_tensors
         ctx.meter.attention(q, k, v, is_backward=True, share=ctx.share)
         ctx.meter.work[ctx.meter.phase].moved += 2 * ctx.bytes
-        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), None, None
+        return *map(torch.empty_like, (q, k, v)), None, None
 
 
 @contextmanager

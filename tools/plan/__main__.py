@@ -261,12 +261,9 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 def plan(config: Any) -> bool:
     """Print the plan, and with --search the layouts that fit; returns whether the settings fit."""
     question, gpus = config.question, config.question.gpus
-    for moved, is_given in (
-        ("--optimizer-cpu-offload", config.optimizer.optimizer_cpu_offload),
-        ("--cpu-offload-activations", config.model.cpu_offload_activations),
-    ):
-        if is_given:  # the plan would count on the device what the flag moves to the host
-            raise UsageError(moved, None, "left out: a plan does not know what lives on the host")
+    if config.model.cpu_offload_activations:  # no layer waits for the copies of those before it
+        allowed = "left out: the memory depends on the speed of copies, which a plan does not know"
+        raise UsageError("--cpu-offload-activations", None, allowed)
     if question.days and question.tokens is None and config.training.train_iters is None:
         works = ("--tokens", "300e9")
         raise UsageError("--days", None, "given with --train-iters or --tokens", works=works)
@@ -275,6 +272,11 @@ def plan(config: Any) -> bool:
         name = gpu_here()
         print(f"--hardware {name}, by nvidia-smi", file=sys.stderr)
     described = load_hardware(name)  # before torch's import, which is slow
+    is_known = described.host_bandwidth and described.host_memory_bandwidth
+    if config.optimizer.optimizer_cpu_offload and not is_known:
+        allowed = f"left out, as the file of {described.name} has no host_bandwidth or "
+        allowed += "host_memory_bandwidth"
+        raise UsageError("--optimizer-cpu-offload", None, allowed, works=("--hardware", "h200"))
 
     from tools.plan import record
     from tools.plan.software import anchored

@@ -257,16 +257,16 @@ def draw(file: Path, found: dict[str, Any]) -> None:
     states, activations, sizes, volumes = figure.subplots(2, 2).flat
     model = found["model"]
     memory = found["memory_per_rank"]
-    best = [row for row in found["largest_model"] if _is_shown(row, model["sequence"])]
-    for mode, style in STYLES.items():
-        own = [row for row in memory if row["mode"] == mode]
-        gpus = [row["gpus"] for row in own]
-        states.plot(gpus, [row["states_bytes"] / 1e9 for row in own], style, label=mode)
-        line = [row["activations_bytes"] / 1e9 for row in own]
-        activations.plot(gpus, line, style, label=mode)
-        most = [row for row in best if row["mode"] == mode]
-        parameters = [row["parameters"] / 1e9 for row in most]
-        sizes.plot([row["gpus"] for row in most], parameters, style, label=mode)
+    tried = {"precision": "fp16", "recompute": "full", "sequence": model["sequence"]}
+    best = [row for row in found["largest_model"] if tried.items() <= row.items()]
+    shown = (
+        (states, memory, "states_bytes"),
+        (activations, memory, "activations_bytes"),
+        (sizes, best, "parameters"),
+    )
+    for (axes, rows, key), (mode, style) in product(shown, STYLES.items()):
+        points = [(row["gpus"], row[key] / 1e9) for row in rows if row["mode"] == mode]
+        axes.plot(*zip(*points, strict=True), style, label=mode)
     claim = {row["gpus"]: row["paper"] / 1e9 for row in best if row["paper"] is not None}
     sizes.plot([*claim], [*claim.values()], "k*", markersize=14, label="the paper")
     ratios = [2 ** (power / 8) for power in range(-16, 49)]
@@ -303,7 +303,3 @@ def draw(file: Path, found: dict[str, Any]) -> None:
         f"fp16; memory of {model['layers']} layers; {found['hardware']}"
     )
     figure.savefig(file, dpi=120)
-
-
-def _is_shown(row: dict[str, Any], sequence: int) -> bool:
-    return (row["precision"], row["recompute"], row["sequence"]) == ("fp16", "full", sequence)

@@ -18,7 +18,7 @@ from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.errors import flag
 from tools.plan.hardware import Hardware
-from tools.plan.record import bars, table
+from tools.plan.record import bars, panel, table
 from tools.plan.software import (
     MEGATRON_2019,
     MEGATRON_2020,
@@ -70,21 +70,21 @@ VERSION_1 = {
     (36, 3072, 24, 4): (1357, 86.5),
     (42, 4096, 32, 8): (1508, 79.6),
 }
-# Preset of table 2: (GPUs, days per epoch, how gradients are reduced); 355M has memory to spare.
-TABLE_2 = {
-    "gpt2_355m": (64, 0.86, OVERLAPPED),
-    "gpt2_2.5b": (128, 2.27, BEHIND),
-    "gpt2_8.3b": (512, 2.10, OVERLAPPED),
+# Preset of table 2: (days per epoch, GPUs, how gradients are reduced); 355M has memory to spare.
+TABLE_2: dict[str, tuple[float, int, Software]] = {
+    "gpt2_355m": (0.86, 64, OVERLAPPED),
+    "gpt2_2.5b": (2.27, 128, BEHIND),
+    "gpt2_8.3b": (2.10, 512, OVERLAPPED),
 }
 # Found afterwards: seconds of a layer and step, and the share of the network, see study().
 COPIES_OF_STATE, NETWORK_SHARE = 7.2e-3, 0.47
 EXPLAINED = ("figure_5", "strong_scaling", "heads", "reduced_behind_the_backward", "mean_error")
 ALWAYS = 82.0  # %, a prediction that ignores everything
 
-# Constants whose share in the error is examined, beside the peak and the anchor.
-LINKS = ("link_bandwidth", "link_share", "link_latency", "base_latency")
-NETWORK = ("network_bandwidth", "network_share", "network_latency")
-CONSTANTS = ("memory_bandwidth", "multiprocessors", *LINKS, *NETWORK)
+CONSTANTS = (  # whose share in the error is examined, beside the peak and the anchor
+    *("memory_bandwidth", "multiprocessors", "link_bandwidth", "link_share", "link_latency"),
+    *("base_latency", "network_bandwidth", "network_share", "network_latency"),
+)
 Rows = list[dict[str, Any]]
 
 
@@ -109,6 +109,9 @@ def predictions(hardware: Hardware) -> dict[str, Any]:
     def seconds(step: Step) -> float:
         return predict(step, hardware).total
 
+    def days(step: Step) -> float:
+        return ITERATIONS * seconds(step) / DAY
+
     def efficiency(step: Step, base: Step) -> float:
         """Efficiency in %, against the model of `base` on one GPU."""
         ratio = seconds(base) / seconds(step)
@@ -119,19 +122,13 @@ def predictions(hardware: Hardware) -> dict[str, Any]:
 
     smallest, largest = MODELS[0].preset, MODELS[-1].preset
     base = one = step_at(smallest, 1, BEHIND)
-    figure, strong_scaling, heads, version_1, table_2 = (Rows() for _ in range(5))
+    figure, version_1 = Rows(), Rows()
     for copies, point in product((1, COPIES), MODELS):
         step = step_at(point.preset, point.tensor * copies, point.software)
         paper = point.model_parallel if copies == 1 else point.model_and_data_parallel
         sizes = {"gpus": step.ranks, "tensor_parallel": step.tensor, "data_parallel": copies}
         facts = {"model": point.preset, "seconds": seconds(step), "is_base": step.ranks == 1}
         figure.append(row(efficiency(step, one), paper, **sizes, **facts))
-    for gpus, paper in STRONG.items():
-        step = step_at(smallest, gpus, BEHIND, **cut(gpus))
-        strong_scaling.append(row(seconds(one) / seconds(step), paper, gpus=gpus))
-    for number, paper in HEADS.items():
-        step = step_at(largest, 8, BEHIND, num_attention_heads=number)
-        heads.append(row(efficiency(step, one), paper, heads=number))
     for (layers, hidden, number, gpus), (milliseconds, paper) in VERSION_1.items():
         shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": number}
         step = step_at(smallest, gpus, MEGATRON_2020, **cut(gpus), **shape)
@@ -139,18 +136,24 @@ def predictions(hardware: Hardware) -> dict[str, Any]:
         times = {"predicted_milliseconds": 1000 * seconds(step), "paper_milliseconds": milliseconds}
         facts = {"parameters": step.parameters, "gpus": gpus}
         version_1.append(row(efficiency(step, base), paper, **facts, **times))
-    for preset, (gpus, paper, software) in TABLE_2.items():
-        days = ITERATIONS * seconds(step_at(preset, gpus, software)) / DAY
-        table_2.append(row(days, paper, model=preset, gpus=gpus))
     behind = step_at(largest, MODELS[-1].tensor * COPIES, BEHIND)
     return {
         "figure_5": figure,
         "mean_error": mean_error(figure),
-        "strong_scaling": strong_scaling,
-        "heads": heads,
+        "strong_scaling": [
+            row(seconds(one) / seconds(step_at(smallest, n, BEHIND, **cut(n))), paper, gpus=n)
+            for n, paper in STRONG.items()
+        ],
+        "heads": [
+            row(efficiency(step_at(largest, 8, BEHIND, num_attention_heads=n), one), paper, heads=n)
+            for n, paper in HEADS.items()
+        ],
         "version_1.0": version_1,
         "mean_error_of_version_1.0": mean_error(version_1),
-        "table_2": table_2,
+        "table_2": [
+            row(days(step_at(preset, gpus, software)), paper, model=preset, gpus=gpus)
+            for preset, (paper, gpus, software) in TABLE_2.items()
+        ],
         "reduced_behind_the_backward": row(efficiency(behind, one), README_BEHIND),
     }
 
@@ -230,13 +233,12 @@ def text(found: dict[str, Any]) -> str:
 
 def draw(file: Path, found: Mapping[str, Any]) -> None:
     """Figure 5, strong scaling and the number of heads, each beside the paper's values."""
-    panels = {}
-    for label, key, bar in (
-        ("figure 5, % of linear", "figure_5", "{model}, {gpus} GPUs"),
-        ("strong scaling of 1.2B, speed-up", "strong_scaling", "{gpus} GPUs"),
-        ("8.3B on 8 GPUs, % of linear", "heads", "{heads} heads"),
-    ):
-        names = [bar.format(**row) for row in found[key]]
-        series = {kind: [row[kind] for row in found[key]] for kind in ("paper", "predicted")}
-        panels[label] = names, series
+    panels = {
+        label: panel(found[key], name, "paper", "predicted")
+        for label, key, name in (
+            ("figure 5, % of linear", "figure_5", "{model}, {gpus} GPUs"),
+            ("strong scaling of 1.2B, speed-up", "strong_scaling", "{gpus} GPUs"),
+            ("8.3B on 8 GPUs, % of linear", "heads", "{heads} heads"),
+        )
+    }
     bars(file, f"Section 5.1 on {found['hardware']}", panels)

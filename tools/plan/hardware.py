@@ -60,6 +60,8 @@ class Hardware:
     link_share: float  # fraction of it that an all-reduce attains
     network_bandwidth: float  # of a server, in one direction
     network_share: float
+    host_bandwidth: float = 0.0  # of a device's link to the host, in one direction; 0: not known
+    host_memory_bandwidth: float = 0.0  # a device's share of the host's
     base_latency: float  # of an all-reduce
     link_latency: float  # of a hop inside a server
     network_latency: float  # of a hop between servers

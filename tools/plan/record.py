@@ -73,6 +73,7 @@ def record(step: Step, hardware: Hardware) -> Record:
         "activation_bytes_by_recomputation": {
             name: replace(step, config=other).activations for name, other in others.items()
         },
+        "host_bytes_per_rank": step.on_host,
         "memory_of_device_bytes": int(hardware.limit),
         "fits": held["total"] <= hardware.limit,
         "communication_per_step": _communications(step),
@@ -223,6 +224,11 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.4g}"
     return f"{value:,}" if type(value) is int else str(value)
+
+
+def panel(rows: Sequence[Mapping[str, Any]], name: str, *kinds: str) -> Panel:
+    """Figures of rows side by side. name: of a row, as a format."""
+    return [name.format(**row) for row in rows], {k: [row[k] for row in rows] for k in kinds}
 
 
 def bars(file: Path, title: str, panels: Mapping[str, Panel]) -> None:

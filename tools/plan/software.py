@@ -17,7 +17,7 @@ from megatron.errors import UsageError
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.train.inputs import vocabulary_of
 from tools.layouts.work import Call, Matmul, Work
-from tools.plan.hardware import Anchor, Hardware, Ring, load_hardware
+from tools.plan.hardware import PROGRAMS, Anchor, Hardware, Ring, load_hardware
 from tools.plan.timing import predict
 from tools.plan.trace import WIDE, Step
 
@@ -25,7 +25,6 @@ Passes = tuple[float, float, float, int, int]
 """Reads and writes of tensors by one layer in one direction: of [n, h], whole on every rank; of
 [n, h/t]; of attention's scores [b, a/t, s, s]; and dropouts of [n, h] and of the scores. A dropout
 reads, writes, and keeps or reads a mask of one byte a number."""
-WIDE_PASSES, NARROW_PASSES = 17, 13  # over this rank's parameters in fp32, and in their own width
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,10 @@ class Software:
     bucket_bytes: of gradients, reduced during the backward; None: in one call after it.
     outside_passes: over [n, h] in embedding and final norm, both directions. logit_bytes: moved for
     each logit of a rank, matmuls aside. accumulated, updated: bytes moved for each parameter of a
-    rank, by a micro-batch and by the optimizer; None: 17 passes in fp32, 13 in their own width.
-    fuses_four: whether the fused softmax takes only multiples of four heads x samples of a rank.
+    rank, by a micro-batch and by the optimizer, the latter by default in 17 passes in fp32 and 13
+    in half. fuses_four: whether the fused softmax takes only multiples of four heads x samples of a
+    rank. is_zero_3: whether weights, gradients and the optimizer's state are in parts, as in the
+    DeepSpeed of 2021.
     """
 
     forward: Passes
@@ -46,8 +47,9 @@ class Software:
     outside_passes: int = 28
     logit_bytes: int = 60
     accumulated: int = 0
-    updated: int | None = None
+    updated: int = 17 * 4 + 13 * 2
     fuses_four: bool = False
+    is_zero_3: bool = False
 
 
 # The authors' code of 2019 (mpu/transformer.py, fp16/fp16.py, model/distributed.py and
@@ -81,12 +83,8 @@ MEGATRON_2022 = replace(
     fuses_four=True,
 )
 
-SOFTWARE = {
-    "megatron 2019": MEGATRON_2019,
-    "megatron 2020": MEGATRON_2020,
-    "megatron 2021": MEGATRON_2021,
-    "megatron 2022": MEGATRON_2022,
-}
+YEARS = MEGATRON_2019, MEGATRON_2020, MEGATRON_2021, MEGATRON_2022
+SOFTWARE = dict(zip(PROGRAMS[1:], YEARS, strict=True))
 TORCH_BUCKET = 25 * 2**20  # bytes of a bucket of torch's DistributedDataParallel, --DDP-impl torch
 
 
@@ -105,6 +103,7 @@ class AuthorsStep(Step):
     """A step of a GPT-2 in the authors' program; the rest is as in this project."""
 
     software: Software = MEGATRON_2019
+    is_replayed = False
 
     @cached_property
     def pipeline(self) -> PipelinePlan:
@@ -251,6 +250,8 @@ class AuthorsStep(Step):
         if self.pipeline.ranks > 1 and (self.rank == 0 or self.has_head):
             size = self.logits * self.config.model.hidden_size * self.width
             found = [(1.0, Call("embedding_group", size, 2))]
+        if self.software.is_zero_3:
+            return []
         if (size := self.software.bucket_bytes) is None:
             return [*found, (1.0, Call("data", self.model.local * self.width, 2))]
         buckets = self.model_of(size // self.width * WIDE).buckets
@@ -264,13 +265,19 @@ class AuthorsStep(Step):
 
     @property
     def gathers(self) -> tuple[str, list[Call]]:
-        return "update", []
+        """Under ZeRO 3: of the embedding, and of each weight and bias of each layer, two gathers
+        and a reduce-scatter, which hide behind nothing."""
+        if not self.software.is_zero_3:
+            return "update", []
+        h = self.config.model.hidden_size
+        layer = (3 * h * h, h * h, 4 * h * h, 4 * h * h, 3 * h, 4 * h, *[h] * 6)
+        calls = [Call("data", n * self.width, 1) for n in (self.logits * h, *layer * self.layers)]
+        return "forward", 3 * self.micro_batches * calls
 
     @property
     def updated(self) -> int:
-        if (each := self.software.updated) is None:
-            each = WIDE_PASSES * WIDE + NARROW_PASSES * self.width
-        return self.model.local * each
+        owners = self.copies if self.software.is_zero_3 else 1
+        return self.model.local // owners * self.software.updated
 
 
 def gradients(matmuls: Iterable[Matmul]) -> Iterator[Matmul]:

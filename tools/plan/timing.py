@@ -10,8 +10,12 @@
                         over its depth. Under ZeRO also gathers of weights: after the update nothing
                         hides them; in stage 3 those of a layer hide behind the previous layer,
                         except those of the first one
+    offload             gradients arrive on the host, and weights leave it, beside its update of
+                        others, and nothing else runs; in ZeRO stage 3 weights leave it as layers
+                        need them, and hide behind nothing
     host                what a layer takes beyond its kernels: it cannot be faster than the host
-                        starts them (layer_floor), and has overheads that were fitted
+                        starts them (layer_floor) unless a CUDA graph replays them, and has
+                        overheads that were fitted
     pipeline            the slowest rank's time of m micro-batches, with two messages for each
                         virtual stage; and the bubble, its wait for the first micro-batch and for
                         the last one: the schedule's idle share of the time of the other ranks
@@ -51,6 +55,7 @@ class Seconds:
     pipeline_bubble: float = 0.0
     context_parallel_exposed: float = 0.0
     context_parallel_hidden: float = 0.0
+    offload: float = 0.0  # copies to the host and back, and its update
     host: float = 0.0  # beyond kernels; below 0 where an anchor is faster than they are
 
     @property
@@ -58,7 +63,8 @@ class Seconds:
         parallel = self.tensor_parallel_exposed + self.data_parallel_exposed
         parallel += self.context_parallel_exposed
         pipeline = self.pipeline_parallel_exposed + self.pipeline_bubble
-        return self.matrix_products + self.other_kernels + self.host + parallel + pipeline
+        alone = self.matrix_products + self.other_kernels + self.host + self.offload
+        return alone + parallel + pipeline
 
 
 def predict(step: Step, hardware: Hardware, layer_scale: float = 1.0) -> Seconds:
@@ -118,6 +124,7 @@ def _of_rank(step: Step, hardware: Hardware, layer_scale: float) -> tuple[Second
         data_parallel_exposed=data_exposed,
         data_parallel_hidden=data_hidden,
         pipeline_parallel_exposed=exposed["stages"],
+        offload=offload_seconds(step, hardware),
         host=host,
     )
     return seconds, busy + host
@@ -132,6 +139,7 @@ def host_seconds(step: Step, hardware: Hardware, layer_scale: float = 1.0) -> fl
     head = hardware.head_overhead * step.has_head
     overhead = hardware.layer_overhead + hardware.tensor_overhead * log2(step.tensor)
     floor = hardware.layer_floor + hardware.unfused_floor * (not step.is_softmax_fused)
+    floor *= not step.is_replayed
     if layer_scale == 1 and not overhead and not floor:
         return head
     work, precision = step.layer, step.precision
@@ -142,6 +150,16 @@ def host_seconds(step: Step, hardware: Hardware, layer_scale: float = 1.0) -> fl
     calls = sum(waits for _, waits, _ in _collectives(step, work, hardware))
     more = layer_scale * max(overhead, floor - kernels) + (layer_scale - 1) * (kernels + calls)
     return step.layers * more + head
+
+
+def offload_seconds(step: Step, hardware: Hardware) -> float:
+    """Seconds of a step in which the optimizer on the host works, or is waited for."""
+    if not step.is_offloaded:
+        return 0.0
+    there, moved, back = step.offloaded
+    sent, returned = there / hardware.host_bandwidth, back / hardware.host_bandwidth
+    update = max(sent, moved / hardware.host_memory_bandwidth)
+    return update + returned if step.stage == 3 else max(update, returned)
 
 
 def call_seconds(step: Step, call: Call, hardware: Hardware) -> float:

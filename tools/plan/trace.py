@@ -19,9 +19,10 @@ from typing import Any
 from megatron.config.pretrain import PretrainConfig
 from megatron.parallel.bucket import Bucket
 from megatron.parallel.buckets import BUCKET_BYTES, IN_FLIGHT, GradientBuckets
-from megatron.parallel.mesh import Axis
+from megatron.parallel.mesh import Axis, serial_mesh
 from megatron.parallel.schedules import WHOLE_MODEL, Facts, Lists, PipelinePlan, check
 from megatron.parallel.sharding import sharding_specs
+from megatron.train.compiled import choose_graph
 from megatron.train.executor import SENDS
 from megatron.train.inputs import vocabulary_of
 from megatron.train.pipelining import plan_of_run
@@ -252,6 +253,14 @@ class Step:
         return True
 
     @property
+    def is_replayed(self) -> bool:
+        """Whether a CUDA graph replays forwards and backwards, so that the host starts none."""
+        if self.ranks > 1:
+            return False
+        settings = self.config.training.cuda_graph, self.config.model
+        return choose_graph(*settings, serial_mesh(self.device), DTYPES[self.precision])
+
+    @property
     def message(self) -> int:
         """Bytes of a message between stages."""
         return self.trace.message
@@ -337,10 +346,37 @@ class Step:
                 yield Call(bucket.shared.name, bucket.size * self.width, 1)
 
     @property
+    def is_offloaded(self) -> bool:
+        """Whether masters and moments are on the host."""
+        return self.config.optimizer.optimizer_cpu_offload
+
+    @property
     def updated(self) -> int:
-        """Bytes that the optimizer moves."""
+        """Bytes that norm and optimizer move on the device."""
         numbers = self.part if self.stage else self.model.local
+        if self.is_offloaded:
+            return numbers * self.wide
         return numbers * (WIDE_PASSES * self.wide + NARROW_PASSES * self.width)
+
+    @property
+    def offloaded(self) -> tuple[int, int, int]:
+        """With the optimizer on the host, bytes of a step: of gradients that go there; that the
+        update moves there; of weights that come back, in ZeRO stage 3 whenever they are gathered.
+        """
+        if not self.is_offloaded:
+            return 0, 0, 0
+        numbers = back = self.part
+        if self.stage == 3:
+            layers = [sum(map(_own, each)) for each in self.model.layers]
+            back += self.micro_batches * (2 * sum(layers) - layers[-1]) - sum(layers)
+        moved = (WIDE_PASSES - 1) * self.wide + NARROW_PASSES * self.width
+        return numbers * self.wide, numbers * moved, back * self.width
+
+    @property
+    def on_host(self) -> int:
+        """Bytes on the host: masters, moments, a copy of the gradients, and rounded weights."""
+        each = (2 + self.moments) * self.wide + self.width * (self.width < self.wide)
+        return self.part * each * self.is_offloaded
 
     @property
     def calls(self) -> dict[str, Counter[Call]]:
@@ -372,11 +408,12 @@ class Step:
         """Bytes that are allocated throughout, by kind."""
         stage, buckets = self.stage, [bucket for _, bucket in self.model.buckets]
         part = self.wide * self.part
+        state = 0 if self.is_offloaded else part
         return {
             "weights": 0 if stage == 3 else self.width * self.model.local,
             "gradients": part if stage >= 2 else self.wide * sum(each.size for each in buckets),
-            "masters": part if stage == 3 or self.width < self.wide else 0,
-            "moments": self.moments * part,
+            "masters": state if stage == 3 or self.width < self.wide else 0,
+            "moments": self.moments * state,
         }
 
     @property

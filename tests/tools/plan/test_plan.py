@@ -265,7 +265,7 @@ def checked(words: list[str]) -> None:
         ("--preset gpt3_175b --gpus 64 --pipeline-schedule zb-h1", "--pipeline-schedule"),
         (f"{OWN} --pipeline-model-parallel-size 2 --gpus 2", "--pipeline-model-parallel-size"),
         (f"{SMALL} --gpus 8 --seq-length 2048", "--seq-length"),
-        (f"{SMALL} --gpus 8 --optimizer-cpu-offload", "--optimizer-cpu-offload"),
+        (f"{SMALL} --gpus 8 --hardware dgx2h --optimizer-cpu-offload", "--optimizer-cpu-offload"),
         (f"{SMALL} --gpus 8 --cpu-offload-activations", "--cpu-offload-activations"),
         (f"{SMALL} --gpus 8 --tokens 1e9", "--tokens"),
         (f"{SMALL} --gpus 8 --price 2", "--price"),

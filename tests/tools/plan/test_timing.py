@@ -110,6 +110,69 @@ def test_every_figure_has_a_source(name: str) -> None:
     assert {f"peak.{each}" for each in hardware.peaks} <= set(hardware.sources)
 
 
+def test_an_h200_multiplies_and_copies_as_measured() -> None:
+    """790 TFLOP/s of matmuls of 8192, and 4.3 TB/s (docs/results/plan.md)."""
+    h200 = load_hardware("h200")
+    matmul = Matmul(batch=1, m=8192, k=8192, n=8192, width=2)
+    assert matmul.flops / matmul_seconds(matmul, h200, "bf16") == pytest.approx(790e12, rel=2e-3)
+    assert h200.moved_per_second == pytest.approx(4.3e12, rel=1e-3)
+
+
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 --bf16 --no-fp16"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "is_replayed"),
+    [
+        (1, NO_DROPOUT, True),
+        (1, f"{NO_DROPOUT} --no-cuda-graph", False),
+        (1, f"{NO_DROPOUT} --attention-dropout 0.1", False),  # drawn by a kernel
+        (1, NO_DROPOUT.replace("--bf16 --no-fp16", "--fp16 --no-bf16"), False),
+        (2, NO_DROPOUT, False),
+    ],
+)
+def test_the_host_is_a_floor_where_no_graph_replays(
+    ranks: int, flags: str, is_replayed: bool
+) -> None:
+    sizes = f"--micro-batch-size 1 --global-batch-size {2 * ranks}"
+    config = preset("gpt2_124m", flags, FEW, sizes)
+    step = Step(config, ranks, config.precision.name or "fp32")
+    assert step.micro_batches == 2
+    assert step.is_replayed == is_replayed
+    slow = replace(V100, peaks=load_hardware("h200").peaks, layer_floor=1.0)
+    found, faster = predict(step, slow), predict(step, replace(slow, layer_floor=0.9))
+    assert found.host - faster.host == pytest.approx(0 if is_replayed else 2 * 2 * 0.1)
+
+
+@pytest.mark.parametrize(("stage", "lasting"), [(0, 6), (2, 2 + 4 / 2), (3, 4 / 2)])
+def test_an_optimizer_on_the_host(stage: int, lasting: float) -> None:
+    """Its masters, moments, a copy of the gradients and rounded weights are there, 18 bytes a
+    parameter of the rank's part. Each byte goes over the link; of the two micro-batches of stage 3
+    the weights do twice, but those of the last layer in the backward, and those outside layers,
+    once a step."""
+    flags = f"--bf16 --no-fp16 --micro-batch-size 2 --global-batch-size 8 --zero-stage {stage}"
+    config = preset("gpt2_124m", flags, "--num-layers 4 --optimizer-cpu-offload")
+    step, parts = Step(config, 2, "bf16"), 2 if stage else 1
+    size = sum(bucket.size for _, bucket in step.model.buckets)
+    assert sum(step.lasting.values()) == pytest.approx(lasting * size, rel=1e-3)
+    assert step.on_host == 18 * size // parts
+    layers = [sum(each.size for each in buckets) for buckets in step.model.layers]
+    returned = size
+    if stage == 3:
+        returned += 2 * (2 * sum(layers) - layers[-1]) - sum(layers)
+    there, moved, back = (each / parts for each in (4 * size, (9 * 4 + 2) * size, 2 * returned))
+    assert step.offloaded == pytest.approx((there, moved, back))
+    rates = {"host_bandwidth": 1e9, "host_memory_bandwidth": 1e12}
+    link = replace(V100, peaks={"bf16": 1e14, "fp32": 1e13}, **rates)
+    expected = (there + back) / 1e9 if stage == 3 else max(there, back) / 1e9
+    assert predict(step, link).offload == pytest.approx(expected)
+    memory = replace(link, host_bandwidth=1e15, host_memory_bandwidth=1e9)
+    assert predict(step, memory).offload == pytest.approx(moved / 1e9, rel=1e-3)
+    stays = Step(preset("gpt2_124m", flags, "--num-layers 4"), 2, "bf16")
+    assert predict(stays, link).offload == stays.on_host == 0
+    assert predict(step, link).other_kernels < predict(stays, link).other_kernels
+
+
 def times(hardware: Hardware, *flags: str) -> dict[str, float]:
     return vars(predict(Step(preset("gpt2_scaling_8.3b", *flags), 512, "fp16"), hardware))
 
