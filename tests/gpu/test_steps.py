@@ -147,8 +147,8 @@ def test_a_graph_repeats_a_step(
 
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 def test_memory_is_as_planned(device: torch.device, recomputed: str) -> None:
-    """Within 5 %: of 16 samples the plans of 355M and 1.2B are 0.3 and 0.7 % below what was measured
-    without a compiler (docs/results/plan.md)."""
+    """Within 5 %: of 16 samples the plans of 355M and 1.2B are 0.3 and 0.7 % below what was
+    measured without a compiler (docs/results/plan.md)."""
     if device.type == "cpu":
         pytest.skip("torch counts no tensors of a CPU; test_derived.py profiles a step there")
     words = ["--micro-batch-size", "8", "--global-batch-size", "8"]

@@ -22,15 +22,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from megatron.config.model import GPT2Config, RecomputeGranularity
+from megatron.config.model import RecomputeGranularity
 from megatron.config.parallel import TrainingParallelConfig
-from megatron.config.pretrain import PretrainGPT2Config
-from megatron.config.training import GPT2DataConfig, TrainingConfig
 from megatron.libraries import Library
 from tools.layouts.layout import parse_layout
 from tools.layouts.work import Call, Work
 from tools.plan.hardware import Hardware
 from tools.plan.record import table
+from tools.plan.software import gpt2
 from tools.plan.trace import Step
 
 figures = Library("matplotlib.figure", "a run without --picture")
@@ -72,24 +71,21 @@ class Model:
     def step(self, layout: str, layers: int) -> Step:
         found = parse_layout(layout)
         parallel = TrainingParallelConfig(**found.settings)
-        size, ranks = parallel.batch_parallel_size(found.ranks), found.ranks
-        model = GPT2Config(
-            num_layers=layers,
-            hidden_size=self.hidden,
-            num_attention_heads=self.heads,
-            max_position_embeddings=self.sequence,
-            vocab_size=self.vocabulary,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            recompute_granularity=self.recompute,
+        config = gpt2(
+            layers=layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            sequence=self.sequence,
+            vocabulary=self.vocabulary,
+            multiple=128,
+            recompute=self.recompute,
+            micro_batch=self.batch // parallel.batch_parallel_size(found.ranks),
+            global_batch=self.batch,
         )
-        training = TrainingConfig(
-            train_iters=1, micro_batch_size=self.batch // size, global_batch_size=self.batch
-        )
-        data = GPT2DataConfig(seq_length=self.sequence)
-        config = PretrainGPT2Config(model=model, data=data, training=training, parallel=parallel)
-        config.check(ranks)
-        return Step(config, ranks, self.precision, self.device)
+        model = replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
+        config = replace(config, model=model, parallel=parallel)
+        config.check(found.ranks)
+        return Step(config, found.ranks, self.precision, self.device)
 
     def layer(self, layout: str) -> Counter[Call]:
         """Collectives of one layer, forward and backward."""
