@@ -202,7 +202,7 @@ def activations() -> list[Found]:
         explained = (8 + 32 / h) / of_rows + (24 + 4 * a / h * is_core_kept) / t
         if recompute == "full":
             published, explained = 2, 2 / of_rows
-        name = f"t = {t}{', sequence parallel' if cut else ''}, {recompute} recomputation"
+        name = f"t = {t}{', sequence parallel' if cut else ''}, recomputed: {recompute}"
         kept = (two - one) / (sizes.micro_batch * SEQUENCE * h)
         rows.append({"row": name, "kept": kept, "formula": published, "explained": explained})
     return rows

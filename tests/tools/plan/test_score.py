@@ -320,7 +320,7 @@ def test_published_tables(tmp_path: Path) -> None:
         assert each["kept"] == pytest.approx(each["explained"], rel=1e-12)
     whole, cut = (
         f"t = {t}, {words}"
-        for t, words in ((1, "no recomputation"), (8, "sequence parallel, selective recomputation"))
+        for t, words in ((1, "recomputed: none"), (8, "sequence parallel, recomputed: selective"))
     )
     assert by_name[whole]["formula"] == pytest.approx(34 + 5 * 64 * 2048 / 6144)
     assert by_name[cut]["formula"] == 34 / 8
