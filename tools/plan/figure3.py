@@ -261,8 +261,9 @@ def draw(file: Path, found: dict[str, Any]) -> None:
         (sizes, best, "parameters"),
     )
     for (axes, rows, key), (mode, style) in product(shown, STYLES.items()):
-        points = [(row["gpus"], row[key] / 1e9) for row in rows if row["mode"] == mode]
-        axes.plot(*zip(*points, strict=True), style, label=mode)
+        own = [row for row in rows if row["mode"] == mode]
+        gpus, values = [row["gpus"] for row in own], [row[key] / 1e9 for row in own]
+        axes.plot(gpus, values, style, label=mode)
     claim = {row["gpus"]: row["paper"] / 1e9 for row in best if row["paper"] is not None}
     sizes.plot([*claim], [*claim.values()], "k*", markersize=14, label="the paper")
     ratios = [2 ** (power / 8) for power in range(-16, 49)]

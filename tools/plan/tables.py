@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from megatron.config.pretrain import PretrainGPT2Config
 from megatron.errors import UsageError
 from tools.plan.hardware import Hardware
 from tools.plan.record import bars, panel, table
@@ -46,7 +47,7 @@ class Sizes(NamedTuple):
     micro_batch: int
     virtual: int
 
-    def config(self, recompute: str, **changes: Any) -> Any:
+    def config(self, recompute: str, **changes: Any) -> PretrainGPT2Config:
         """Settings of this model and layout."""
         shape = self._asdict() | {"recompute": recompute} | changes
         del shape["billions"], shape["gpus"]
