@@ -1,7 +1,9 @@
 """A description of this machine for tools/plan.py, found by running it.
 
-Matmuls and all-reduces are those that tools/doctor.py times. Under torchrun the all-reduce runs
-over all processes, and each process is one device: on a CPU it has its share of the cores.
+Matmuls and all-reduces are those that tools/doctor.py times. Under torchrun each process is one
+device, and collectives of several sizes are timed inside a server and between servers; with the
+layouts of a model its layers are timed, too. On a CPU processes share cores and memory: what they
+measure is true of runs of as many processes.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -16,9 +19,10 @@ from typing import Any
 
 import torch
 
+from megatron.config.pretrain import PretrainConfig
 from megatron.data.files import write_atomically
 from megatron.parallel.mesh import Mesh
-from tools.doctor import links, machine
+from tools.doctor import layers, links, machine
 from tools.doctor.findings import Fact
 
 COPIED = {"cpu": 2**28, "cuda": 2**30}  # bytes, more than caches hold
@@ -28,11 +32,15 @@ ROUNDS = 7
 Figures = dict[str, tuple[Any, str]]
 
 
-def measure(mesh: Mesh) -> Figures | None:
-    """{figure: (value, source)} on the first rank, else None; every rank calls this."""
+def measure(mesh: Mesh, in_server: int, configs: Sequence[PretrainConfig] = ()) -> Figures | None:
+    """{figure: (value, source)} on the first rank, else None; every rank calls this. in_server:
+    ranks of each server. configs: layouts whose layers are timed, of layers.variants; then the
+    figure "layers" is a list of tables."""
     found = [each.value for each in links.all_reduces(mesh) if isinstance(each, Fact)]
     reduced = [each for each in found if isinstance(each, dict) and "seconds" in each]
     bandwidth = _memory_bandwidth(mesh.device)
+    tables = links.tables(mesh, in_server)
+    timed = layers.measure(configs, mesh)
     if not mesh.is_first:
         return None
     kind, date = mesh.device.type, f"{datetime.now(UTC):%Y-%m-%d}"
@@ -40,7 +48,7 @@ def measure(mesh: Mesh) -> Figures | None:
     if kind == "cuda":
         memory = float(torch.cuda.mem_get_info(mesh.device)[1])
     else:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size()
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / in_server
     link, latency, shown = bandwidth / 6, 0.0, "not measured, a sixth of memory; torchrun does"
     if reduced:
         small, large = reduced[0], reduced[-1]
@@ -52,9 +60,9 @@ def measure(mesh: Mesh) -> Figures | None:
         shown = f"{large['backend']}, {ranks} ranks, {small['bytes']} and {large['bytes']} bytes"
     attained, in_server = (1.0, "what was measured is attained"), "not measured: as in the server"
     speeds = [fact for fact in machine.speed(mesh.device) if isinstance(fact, Fact)]
-    return {
-        "devices_per_server": (mesh.size(), f"{mesh.size()} processes on this machine"),
-        "memory": (memory, f"of this machine, for each of {mesh.size()} processes"),
+    found: Figures = {
+        "devices_per_server": (in_server, f"{in_server} processes on this machine"),
+        "memory": (memory, f"of this machine, for each of {in_server} processes"),
         "reserved_memory": (RESERVED[kind], "an allowance for the program and its libraries"),
         "memory_bandwidth": (bandwidth, f"{source}: copies of {COPIED[kind] >> 20} MiB"),
         **{
@@ -71,7 +79,23 @@ def measure(mesh: Mesh) -> Figures | None:
         "base_latency": (latency, f"{source}: {shown}"),
         "link_latency": (0.0, "part of base_latency"),
         "network_latency": (0.0, "not measured"),
+        **{
+            kind: (each, f"{source}: medians of the slowest rank, groups side by side")
+            for kind, each in tables.items()
+        },
     }
+    if kind == "cpu":
+        cores = machine.cores()
+        threads = torch.get_num_threads()
+        shown = f"{cores} cores, {threads} threads in each of {in_server} processes"
+        found["concurrent_devices"] = (max(1, min(in_server, cores // threads)), shown)
+    if timed.layers:
+        shown = f"{source}: {mesh.size()} processes, {layers.MICRO_BATCHES} micro-batches, models "
+        shown += f"of {layers.DEPTHS[0]} and {layers.DEPTHS[1]} layers in turns"
+        found["optimizer_bandwidth"] = (timed.optimizer_bandwidth, shown)
+        found["step_overhead"] = (timed.step_overhead, shown)
+        found["layers"] = ([each.table() for each in timed.layers], shown)
+    return found
 
 
 def _memory_bandwidth(device: torch.device) -> float:
@@ -96,12 +120,39 @@ def write(file: Path, figures: Figures, device: torch.device) -> None:
         name = next(str(each) for each in facts if each.name == "CPU")
     lines = [f"name = {json.dumps(name)}", f"is_cpu = {json.dumps(device.type == 'cpu')}"]
     for figure, (value, source) in figures.items():
-        number = f"{value:.6g}" if isinstance(value, float) else value
-        lines += ["", f"[{figure}]", f"value = {number}", f"source = {json.dumps(source)}"]
+        told = f"source = {json.dumps(source)}"
+        if figure == "layers":
+            for each in value:
+                lines += ["", "[[layers]]", *(f"{k} = {_toml(v)}" for k, v in each.items()), told]
+        elif isinstance(value, dict):
+            rows = (f"{json.dumps(key)} = {_toml(each)}" for key, each in value.items())
+            lines += ["", f"[{figure}]", told, "", f"[{figure}.value]", *rows]
+        else:
+            lines += ["", f"[{figure}]", f"value = {_toml(value)}", told]
     write_atomically(file, ("\n".join(lines) + "\n").encode())
 
 
+def _toml(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value)
+
+
 def shown(figures: Figures) -> str:
+    """Figures that are single numbers, and a line for each measured layer."""
     width = max(map(len, figures))
-    rows = (f"  {n:<{width}}  {value:<12.6g}  {source}" for n, (value, source) in figures.items())
-    return "\n".join(rows)
+    lines = [
+        f"  {name:<{width}}  {value:<12.6g}  {source}"
+        for name, (value, source) in figures.items()
+        if isinstance(value, (int, float))
+    ]
+    for each in figures.get("layers", ([], ""))[0]:
+        cut = f"tensor {each['tensor']}{', sequence' if each['sequence_parallel'] else ''}"
+        size = f"micro-batch {each['micro_batch']}, recompute {each['recompute']}"
+        layer, edge = (
+            1000 * (each[f"{part}forward"] + each[f"{part}backward"]) for part in ("", "edge_")
+        )
+        lines.append(f"  {cut}, {size}: a layer {layer:.4g} ms, the edge {edge:.4g} ms")
+    return "\n".join(lines)

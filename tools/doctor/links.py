@@ -1,22 +1,33 @@
-"""The ranks, and an all-reduce of several sizes between them along each axis."""
+"""The ranks, an all-reduce of several sizes between them along each axis, and, for the planner,
+tables of every kind of collective inside and between servers."""
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.collectives import all_reduce
+from megatron.parallel.collectives import (
+    all_reduce,
+    start_gather,
+    start_receive,
+    start_send,
+    start_sum,
+)
 from megatron.parallel.mesh import Axis, Mesh
 from tools.doctor.findings import Fact, Finding, Problem
 
 FORMULA = "bus bandwidth = 2 (n - 1) / n x bytes / seconds, n ranks of the axis"
 SIZES = {"cpu": (2**10, 2**20, 2**23), "cuda": (2**10, 2**20, 2**26)}  # bytes
+TABLED = {"cpu": (2**6, 2**16, 2**20, 2**23, 2**25), "cuda": (2**10, 2**20, 2**24, 2**28)}
 ROUNDS = 5
+Tables = dict[str, dict[str, list[tuple[int, float]]]]
+"""(bytes, seconds) by kind of collective, and by "ranks" or "ranks/servers"."""
 UNITS = ((2**20, "MB"), (2**10, "KB"))
 
 
@@ -55,7 +66,9 @@ def _one_size(axis: Axis, backend: str, size: int, mesh: Mesh) -> Iterator[Findi
     buffer = torch.full((size // 4,), axis.rank + 1.0, device=mesh.device)
     expected = axis.size * (axis.size + 1) / 2
     is_right = bool((all_reduce(buffer, axis) == expected).all())
-    seconds = median(_seconds(buffer.zero_(), axis, mesh.device) for _ in range(ROUNDS))
+    buffer.zero_()
+    call = partial(all_reduce, buffer, axis)
+    seconds = median(_seconds(call, mesh.device) for _ in range(ROUNDS))
     everyone = mesh.control.gather((is_right, seconds))
     slowest = max(each for _, each in everyone)
     wrong = [str(rank) for rank, (is_right, _) in enumerate(everyone) if not is_right]
@@ -77,12 +90,58 @@ def _one_size(axis: Axis, backend: str, size: int, mesh: Mesh) -> Iterator[Findi
         yield Problem(f"{what} {', '.join(wrong)}", cure, is_needed=True)
 
 
-def _seconds(buffer: torch.Tensor, axis: Axis, device: torch.device) -> float:
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
     start = time.perf_counter()
-    all_reduce(buffer, axis)
+    call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
+
+
+def tables(mesh: Mesh, in_server: int) -> Tables:
+    """Times of collectives of whole tensors of each size, while other groups of as many ranks do
+    the same; each is the median over rounds of the slowest rank. in_server: ranks of each server,
+    filled in the order of ranks. Every rank calls this."""
+    ranks = torch.arange(mesh.size())
+    groups = {
+        str(size): ranks.view(-1, size) for size in range(2, in_server + 1) if in_server % size == 0
+    }
+    if (servers := mesh.size() // in_server) > 1:
+        groups[f"{mesh.size()}/{servers}"] = ranks.view(1, -1)
+        groups[f"{servers}/{servers}"] = ranks.view(servers, in_server).T
+        if servers > 2 and servers % 2 == 0:  # for messages
+            groups["2/2"] = ranks.view(-1, 2, in_server).transpose(1, 2).reshape(-1, 2)
+    found: Tables = {}
+    for name, members in groups.items():
+        axis = mesh.control.new_axis(f"measured {name}", members)
+        for size in TABLED[mesh.device.type]:
+            for kind, call in _calls(axis, size, mesh.device).items():
+                seconds = [_together(call, axis, mesh) for _ in range(1 + ROUNDS)][1:]
+                slowest = map(max, zip(*mesh.control.gather(seconds), strict=True))
+                rows = found.setdefault(kind, {}).setdefault(name, [])
+                rows.append((size, median(slowest)))
+    return found
+
+
+def _together(call: Callable[[], object], axis: Axis, mesh: Mesh) -> float:
+    """Seconds of a call that the ranks of the axis start at about the same time."""
+    _seconds(lambda: all_reduce(torch.zeros(1, device=mesh.device), axis), mesh.device)
+    return _seconds(call, mesh.device)
+
+
+def _calls(axis: Axis, size: int, device: torch.device) -> Mapping[str, Callable[[], object]]:
+    """By kind, for tensors of about `size` bytes of which each rank has or gets an equal part."""
+    part = torch.zeros(max(1, size // 4 // axis.size), device=device)
+    whole = torch.zeros(len(part) * axis.size, device=device)
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: all_reduce(whole, axis),
+        "all_gather": lambda: start_gather(part, axis, whole)(),
+        "reduce_scatter": lambda: start_sum(whole, axis, axis, part)(),
+    }
+    if axis.size == 2:
+        pass_on = start_receive if axis.rank else start_send
+        calls["message"] = lambda: pass_on(whole, axis, 1 - axis.rank, "a measured message")()
+    return calls
 
 
 def told_size(size: int) -> str:

@@ -154,17 +154,21 @@ def devices(device: torch.device, processes: int) -> Iterator[Finding]:
 def _processor(device: torch.device, processes: int) -> Iterator[Finding]:
     capabilities = torch.cpu.get_capabilities()
     features = [name for name in FEATURES if capabilities.get(name)]
-    cores = (len(os.sched_getaffinity(0)) if LINUX else os.cpu_count()) or 1
     yield Fact("CPU", _cpu_name())
     yield Fact("CPU features", features, ", ".join(features) or "none that matter here")
-    yield Fact("cores for this process", cores)
+    yield Fact("cores for this process", available := cores())
     threads = torch.get_num_threads()
     yield Fact("threads of torch", threads, f"{threads} in each of {processes} processes here")
-    if device.type == "cpu" and processes * threads < cores:
-        what = f"processes x threads = {processes} x {threads} leaves some of {cores} cores idle"
-        yield Problem(what, f"OMP_NUM_THREADS={cores // processes} before the command")
+    if device.type == "cpu" and processes * threads < available:
+        what = f"processes x threads = {processes} x {threads} leaves some of {available} cores "
+        yield Problem(f"{what}idle", f"OMP_NUM_THREADS={available // processes} before the command")
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield Fact("memory", memory, f"{memory / 1e9:.0f} GB")
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return (len(os.sched_getaffinity(0)) if LINUX else os.cpu_count()) or 1
 
 
 def _cpu_name() -> str:

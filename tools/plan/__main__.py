@@ -4,8 +4,9 @@
     python tools/plan.py --kind huggingface --hf-model DIR --seq-length 1024 --gpus 2
     python tools/plan.py figure5 --hardware dgx2h    # section 5.1 of the paper, predicted
     python tools/plan.py figure3 --hardware p100     # memory of each tensor-parallel mode
-    python tools/plan.py --measure here.toml         # describe this machine; under torchrun, its
-                                                     # all-reduces too
+    torchrun --nproc-per-node 2 tools/plan.py --measure here.toml --preset quickstart \\
+        --tensor-sizes 1 2 --micro-batches 2 4       # time this machine's links and the model's
+                                                     # layers; without a preset its links alone
     python tools/plan.py score --rows MEASURED.csv --hardware dgx-a100    # how right it is
     python tools/plan.py tables --hardware dgx-a100  # published tables, each from its first row
     python tools/plan.py schedule --kind 1f1b --pipeline 4 --micro-batches 8 --picture FILE.png
@@ -33,16 +34,19 @@ from typing import Any, Literal
 from megatron.config import help as helps
 from megatron.config.checks import non_negative, positive, writable
 from megatron.config.launch import world_size
+from megatron.config.model import RecomputeGranularity
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
-from megatron.errors import UsageError, flag
+from megatron.errors import UsageError, flag, spelling
 from megatron.libraries import load
 from megatron.parallel.schedules import check, schedule
-from tools.layouts.job import program_of
+from tools.layouts.job import of_pretraining, program_of
 from tools.plan import gantt, interruptions, search
 from tools.plan.hardware import PROGRAMS, gpu_here, load_hardware
+from tools.plan.layers import variants
 
 PAPERS = "dgx2h"  # the machine of the paper, 2018
+MODELS = {"--preset", "--hf-model"}  # flags that say what to plan or to time
 MOST_ROWS = 12  # most layouts that --search prints
 
 
@@ -224,7 +228,18 @@ class InterruptionsConfig(FilesConfig):
 @dataclass(frozen=True, kw_only=True)
 class MeasureConfig:
     measure: Path
-    """File to write with a description of this machine, for --hardware."""
+    """File to write with a description of this machine, for --hardware. With a preset also with
+    times of its layers, of embedding, logits and loss, and of the optimizer."""
+
+    tensor_sizes: tuple[int, ...] = ()
+    """Tensor-parallel sizes to time, with and without sequence parallelism; by default that of
+    the layout."""
+
+    micro_batches: tuple[int, ...] = ()
+    """Micro-batch sizes to time; by default that of the layout."""
+
+    recomputations: tuple[RecomputeGranularity, ...] = ()
+    """Kinds of recomputation to time; by default that of the layout."""
 
     def __post_init__(self) -> None:
         writable(self, "measure")
@@ -247,9 +262,9 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         elif "--mtbf" in given:
             show_interruptions(parse(InterruptionsConfig, arguments, environ))
         elif "--measure" in given:
-            measure(parse(MeasureConfig, arguments, environ), environ)
+            measure(arguments, environ)
         else:
-            if not {"--preset", "--hf-model", *helps.WORDS} & given:
+            if not {*MODELS, *helps.WORDS} & given:
                 works = ("--preset", "gpt2_scaling_8.3b")
                 allowed = "given: it says what to plan, as --hf-model does of --kind huggingface"
                 raise UsageError("--preset", None, allowed, works=works)
@@ -395,14 +410,27 @@ def show_interruptions(settings: InterruptionsConfig) -> None:
         interruptions.draw(settings.picture, found)
 
 
-def measure(settings: MeasureConfig, environ: Mapping[str, str]) -> None:
-    everyone = ParallelConfig(tensor_model_parallel_size=world_size(environ))
+def measure(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    ranks, configs = world_size(environ), []
+    if MODELS & {word.partition("=")[0] for word in arguments}:
+        config: Any = parse(program_of(arguments, question=MeasureConfig), arguments, environ)
+        settings: MeasureConfig = config.question
+        sizes = settings.tensor_sizes, settings.micro_batches, settings.recomputations
+        configs = variants(of_pretraining(config), ranks, *sizes)
+    else:
+        settings = parse(MeasureConfig, arguments, environ)
+        for name in ("tensor_sizes", "micro_batches", "recomputations"):
+            if value := getattr(settings, name):
+                allowed = "left out without a model to time"
+                works = (*spelling(name, value), "--preset", "quickstart")
+                raise UsageError(flag(name), " ".join(map(str, value)), allowed, works=works)
 
     from megatron.train.launch import launch
     from tools.doctor import description
 
+    everyone, here = ParallelConfig(tensor_model_parallel_size=ranks), "LOCAL_WORLD_SIZE"
     with launch(everyone, environ) as mesh:
-        figures = description.measure(mesh)
+        figures = description.measure(mesh, int(environ.get(here, ranks)), configs)
         if figures is not None:
             description.write(settings.measure, figures, mesh.device)
             print(description.shown(figures))

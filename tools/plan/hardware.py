@@ -13,13 +13,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.errors import UsageError
+from tools.plan.layers import Layer, Shape, read_layers
+
+if TYPE_CHECKING:
+    from tools.plan.trace import Step
 
 FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "hardware"
 PROGRAMS = ("this project", *(f"megatron {year}" for year in (2019, 2020, 2021, 2022)))
 # see software.py
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "message")
+Table = Sequence[tuple[float, float]]  # measured (bytes, seconds)
+Tables = Mapping[int | str, Table]
 POSITIVE = ("memory", "memory_bandwidth", "link_bandwidth", "network_bandwidth")
 
 
@@ -75,8 +82,19 @@ class Hardware:
     layer_overhead: float = 0.0  # seconds of a layer and micro-batch beside its kernels
     tensor_overhead: float = 0.0  # more of it for each doubling of the tensor-parallel size
     head_overhead: float = 0.0  # seconds of a micro-batch beside the kernels of head and loss
-    all_reduce: Mapping[int, Sequence[tuple[float, float]]] = field(default_factory=dict)
-    """Measured (bytes, seconds) by number of ranks in a server; they replace the ring there."""
+    optimizer_bandwidth: float | None = None  # bytes a second; None: those of other kernels
+    step_overhead: float = 0.0  # seconds of a step beside micro-batches, optimizer and gradients
+    concurrent_devices: int = 0
+    """How many devices of a server compute at full speed at a time, where these are processes that
+    share cores; 0: all."""
+    all_reduce: Tables = field(default_factory=dict)
+    """Measured (bytes, seconds), which replace the ring: by number of ranks in a server, or for
+    ranks of several servers by "ranks/servers"."""
+    all_gather: Tables = field(default_factory=dict)
+    reduce_scatter: Tables = field(default_factory=dict)
+    message: Tables = field(default_factory=dict)
+    layers: tuple[Layer, ...] = ()
+    """Measured layers, which replace their kernels and collectives; the first of a shape counts."""
     anchor: Anchor | None
     software: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By program: figures that replace those above, fitted to its runs."""
@@ -104,6 +122,22 @@ class Hardware:
         """Bytes that kernels other than matmuls read and write in a second."""
         share = self.attained_share if self.memory_share is None else self.memory_share
         return self.memory_bandwidth * share
+
+    def measured(self, step: Step) -> Layer | None:
+        """The measured layer of the step's shape, if there is one. On a CPU processes share cores
+        and memory, so it is one of as many processes alone."""
+        if self.is_cpu and step.ranks % self.devices_per_server:
+            return None
+        shape = Shape.of(step) if self.layers else None
+        return next((each for each in self.layers if each.shape == shape), None)
+
+    def shares_cores(self, ranks: int) -> bool:
+        """Whether so many processes of a server have fewer cores than they keep busy."""
+        return 0 < self.concurrent_devices < ranks <= self.devices_per_server
+
+    def measures(self, step: Step) -> bool:
+        """Whether the layers and the edge of the step were measured, and are not derived."""
+        return (found := self.measured(step)) is not None and found.edge is not None
 
     @property
     def default_precision(self) -> str:
@@ -135,20 +169,31 @@ class Ring:
     span: int | None = None
 
     def seconds(
-        self, size: float, hardware: Hardware, passes: int = 2, *, is_rooted: bool = False
+        self,
+        size: float,
+        hardware: Hardware,
+        passes: int = 2,
+        *,
+        is_rooted: bool = False,
+        kind: str = "all_gather",
     ) -> float:
-        """Seconds of a collective of `size` bytes while the other rings of the job do the same."""
+        """Seconds of a collective of `size` bytes while the other rings of the job do the same.
+        kind: of COLLECTIVES, of one that takes one pass."""
         if self.ranks == 1:
             return 0.0
-        table = hardware.all_reduce.get(self.ranks, ())
-        if table and self.inside(hardware) == self.ranks and not is_rooted:
-            return passes / 2 * interpolated(table, size)
+        if not is_rooted:
+            if passes == 1 and (table := self._measured(kind, hardware)):
+                return interpolated(table, size)
+            if table := self._measured("all_reduce", hardware):
+                return passes / 2 * interpolated(table, size)
         sent = size if is_rooted else passes * (self.ranks - 1) / self.ranks * size
         return sent / self.bandwidth(hardware) + self.latency(hardware, passes)
 
     def message(self, size: float, hardware: Hardware) -> float:
         """Seconds to send `size` bytes from one rank to the next, while all ranks do the same."""
         pair = Ring(2, self.stride)
+        if table := pair._measured("message", hardware):
+            return interpolated(table, size)
         is_inside = pair.inside(hardware) == 2
         hop = hardware.link_latency if is_inside else hardware.network_latency
         if not is_inside and hardware.message_share is not None:
@@ -160,6 +205,12 @@ class Ring:
         is_inside = self.inside(hardware) == self.ranks
         hop = hardware.link_latency if is_inside else hardware.network_latency
         return size / self.bandwidth(hardware) + hardware.base_latency + hop
+
+    def _measured(self, kind: str, hardware: Hardware) -> Table:
+        inside, tables = self.inside(hardware), vars(hardware)[kind]
+        key = self.ranks if inside == self.ranks else f"{self.ranks}/{self.ranks // inside}"
+        found: Table = tables.get(key, ())
+        return found
 
     def inside(self, hardware: Hardware) -> int:
         """Number of the ring's ranks in one server."""
@@ -189,7 +240,7 @@ class Ring:
         return moved / hardware.moved_per_second
 
 
-def interpolated(table: Sequence[tuple[float, float]], size: float) -> float:
+def interpolated(table: Table, size: float) -> float:
     """Seconds of `size` bytes between measured sizes. Below the smallest, half of its time does not
     depend on the size; above the largest, the time grows as the size does."""
     smallest, largest = table[0], table[-1]
@@ -252,17 +303,20 @@ def load_hardware(name: str) -> Hardware:
 
 
 def read_hardware(text: dict[str, Any]) -> Hardware:
-    """text: {figure: {"value", "source"}}, with peaks by precision below "peak"."""
+    """text: {figure: {"value", "source"}}, with peaks by precision below "peak", and measured
+    layers."""
     peaks = {f"peak.{name}": each for name, each in text["peak"].items()}
-    known = {each.name for each in fields(Hardware)} - {"name", "is_cpu", "anchor", "software"}
+    apart = {"name", "is_cpu", "anchor", "software", "layers", "sources"}
+    known = {each.name for each in fields(Hardware)} - apart
     figures = {name: each for name, each in text.items() if name in known}
     for name in ("peak.fp32", *peaks, *POSITIVE):
         if not (value := (figures | peaks)[name]["value"]) > 0:
             raise ValueError(f"{name} is {value}, and has to be above 0")
-    if "all_reduce" in figures:
-        value = figures["all_reduce"]["value"]
-        tables = {int(ranks): [(*each,) for each in table] for ranks, table in value.items()}
-        figures["all_reduce"] = figures["all_reduce"] | {"value": tables}
+    for name in {*COLLECTIVES} & figures.keys():
+        figures[name] = figures[name] | {"value": _tables(name, figures[name]["value"])}
+    for name in {"optimizer_bandwidth", "step_overhead", "concurrent_devices"} & figures.keys():
+        if not figures[name]["value"] >= (name == "optimizer_bandwidth"):
+            raise ValueError(f"{name} is {figures[name]['value']}, and has to be above 0")
     for program, values in (software := text.get("software", {})).items():
         for name in {program} - {*PROGRAMS} | set(values) - known - {"source"}:
             raise ValueError(f"software {program}: {name} is not known")
@@ -272,6 +326,21 @@ def read_hardware(text: dict[str, Any]) -> Hardware:
         peaks={name: each["value"] for name, each in text["peak"].items()},
         anchor=Anchor(**text["anchor"]) if "anchor" in text else None,
         software=software,
+        layers=read_layers(text.get("layers", ())),
         sources={name: each["source"] for name, each in (figures | peaks).items()},
         **{name: each["value"] for name, each in figures.items()},
     )
+
+
+def _tables(name: str, value: Mapping[str, Any]) -> Tables:
+    """Raises ValueError for ranks that are none, and for sizes that do not grow."""
+    found: dict[int | str, Table] = {}
+    for ranks, rows in value.items():
+        if not re.fullmatch(r"[1-9]\d*(/[1-9]\d*)?", ranks):
+            raise ValueError(f"{name}.{ranks}: has to be ranks, or ranks/servers")
+        table = [(float(size), float(seconds)) for size, seconds in rows]
+        sizes = [size for size, _ in table]
+        if not table or sizes != sorted({*sizes}) or min(min(each) for each in table) <= 0:
+            raise ValueError(f"{name}.{ranks}: has to be [[bytes, seconds], ..], by growing bytes")
+        found[ranks if "/" in ranks else int(ranks)] = table
+    return found

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import combinations
 from math import inf
 from pathlib import Path
@@ -24,8 +24,9 @@ from typing import Any
 from megatron.errors import UsageError
 from megatron.libraries import Library
 from tools.plan.hardware import Hardware
+from tools.plan.layers import Layer, Shape
 from tools.plan.software import gpt2, step_in
-from tools.plan.timing import predict
+from tools.plan.timing import layer_seconds, predict
 from tools.plan.trace import Step
 
 figures = Library("matplotlib.figure", "a run without --picture")
@@ -83,12 +84,6 @@ class Row:
         for what, is_wrong in wrong.items():
             if is_wrong:
                 raise ValueError(what)
-
-    @property
-    def shapes(self) -> Key:
-        """The sizes that decide the time of a layer."""
-        sizes = self.hidden, self.heads, self.sequence, self.tensor, self.micro_batch
-        return *sizes, self.sequence_parallel, self.recompute
 
     @property
     def group(self) -> Key:
@@ -173,26 +168,30 @@ def score(
 ) -> Found:
     """JSON. hardware: with the figures of this software (software.find_hardware)."""
     precision = hardware.default_precision if software == "this project" else "fp16"
-    scales = defaultdict[Key, list[float]](list)
+    given = hardware, software, precision
+    measured = defaultdict[Shape, list[float]](list)
     for row in anchors:
-        step = step_of(row, hardware, software, precision)
-        scales[row.shapes].append(_scale(step, hardware, row))
-    found = []
+        step = step_of(row, *given)
+        measured[Shape.of(step)].append(_layer_seconds(step, hardware, row))
+    anchored = with_layers(hardware, {shape: median(each) for shape, each in measured.items()})
+    found, shapes = [], set[Shape]()
     for row in rows:
-        step, scale = step_of(row, hardware, software, precision), scales.get(row.shapes, [1.0])
-        predicted = 1000 * predict(step, hardware, median(scale)).total
+        step = step_of(row, *given)
+        predicted, shape = 1000 * predict(step, anchored).total, Shape.of(step)
+        shapes.add(shape)
         found.append(
             {name: getattr(row, name) for name in COLUMNS}
             | {"place": row.place, "predicted": predicted, "measured": row.iteration_ms}
             | {"error": predicted / row.iteration_ms - 1}
-            | {"is_anchor": row in anchors, "is_anchored": row.shapes in scales}
+            | {"is_anchor": row in anchors, "is_anchored": shape in measured}
         )
     pairs = zip(rows, found, strict=True)
     counted = [(row, each) for row, each in pairs if not each["is_anchor"]]
     if not counted:
         raise UsageError("--rows", None, "rows that are not all anchors")
-    if unused := [each.place for each in anchors if each.shapes not in {r.shapes for r in rows}]:
-        raise UsageError("--anchors", unused[0], "of the shapes of a row at least")
+    if not measured.keys() <= shapes:
+        places = (r.place for r in anchors if Shape.of(step_of(r, *given)) not in shapes)
+        raise UsageError("--anchors", next(places), "of the shapes of a row at least")
     errors = [abs(each["error"]) for _, each in counted]
     return {
         "hardware": hardware.name,
@@ -205,19 +204,33 @@ def score(
     }
 
 
-def _scale(step: Step, hardware: Hardware, row: Row) -> float:
-    """The factor of a layer's time with which the predicted time is the measured one, by the rule
-    of false position: the time is nearly linear in the factor."""
-    seconds = row.iteration_ms / 1000
-    low, high = 0.5, 1.0
-    first, second = (predict(step, hardware, each).total - seconds for each in (low, high))
+def with_layers(hardware: Hardware, seconds: Mapping[Shape, float]) -> Hardware:
+    """The hardware with these times of layers, forward and backward."""
+    layers = (
+        Layer(shape=shape, forward=each / 3, backward=each * 2 / 3)
+        for shape, each in seconds.items()
+    )
+    return replace(hardware, layers=(*layers, *hardware.layers))
+
+
+def _layer_seconds(step: Step, hardware: Hardware, row: Row) -> float:
+    """The seconds of a layer with which the predicted time is the measured one, by the rule of
+    false position: the time is nearly linear in them."""
+    seconds, shape = row.iteration_ms / 1000, Shape.of(step)
+
+    def excess(layer: float) -> float:
+        return predict(step, with_layers(hardware, {shape: layer})).total - seconds
+
+    high = layer_seconds(step, hardware)
+    low = high / 2
+    first, second = excess(low), excess(high)
     for _ in range(20):
         if abs(second) < 1e-9 * seconds:
             return high
         if first == second:
             break
         low, high = high, max(0.0, high - second * (high - low) / (second - first))
-        first, second = second, predict(step, hardware, high).total - seconds
+        first, second = second, excess(high)
     allowed = "a time that some speed of its layers explains"
     raise UsageError("--anchors", row.place, f"{allowed}: the rest alone takes longer")
 
@@ -227,7 +240,7 @@ def _order(predictions: Sequence[tuple[Row, float]]) -> Found:
     for row, predicted in predictions:
         groups[row.group].append((row.iteration_ms, predicted))
     several = [each for each in groups.values() if len(each) > 1]
-    right = [*_right(several)]
+    right = [*in_order(several)]
     picks = [
         min(group, key=lambda each: each[1])[0] <= (1 + NEAR) * min(group)[0] for group in several
     ]
@@ -239,7 +252,7 @@ def _order(predictions: Sequence[tuple[Row, float]]) -> Found:
     }
 
 
-def _right(groups: Iterable[Iterable[tuple[float, float]]]) -> Iterator[bool]:
+def in_order(groups: Iterable[Iterable[tuple[float, float]]]) -> Iterator[bool]:
     """For each pair of different times, whether the predicted ones are in the same order."""
     for group in groups:
         for (a, x), (b, y) in combinations(group, 2):

@@ -15,7 +15,8 @@
                         need them, and hide behind nothing
     host                what a layer takes beyond its kernels: it cannot be faster than the host
                         starts them (layer_floor) unless a CUDA graph replays them, and has
-                        overheads that were fitted
+                        overheads that were fitted. A measured layer takes as long as it did: the
+                        host is the rest, beside derived kernels
     pipeline            the slowest rank's time of m micro-batches, with two messages for each
                         virtual stage; and the bubble, its wait for the first micro-batch and for
                         the last one: the schedule's idle share of the time of the other ranks
@@ -29,11 +30,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil, log2
 from typing import Any
 
+from megatron.parallel.schedules import DURATIONS, simulate
 from tools.layouts.work import Call, Matmul, Work
 from tools.plan.hardware import Hardware
+from tools.plan.layers import Layer
 from tools.plan.trace import Step
 
 # Rows of a matrix begin at multiples of 16 bytes, or tensor cores are slow (NVIDIA Matrix
@@ -67,56 +71,100 @@ class Seconds:
         return alone + parallel + pipeline
 
 
-def predict(step: Step, hardware: Hardware, layer_scale: float = 1.0) -> Seconds:
-    """Seconds of the slowest rank along the pipeline axis. layer_scale: of a layer's measured time
-    to the predicted one, from an anchor of the same shapes (score.py)."""
-    found = [_of_rank(each, hardware, layer_scale) for each in step.stages]
+def predict(step: Step, hardware: Hardware) -> Seconds:
+    """Seconds of the slowest rank along the pipeline axis."""
+    found = [_of_rank(each, hardware) for each in step.stages]
     seconds, busy = max(found, key=lambda each: each[1])
     if step.pipeline.ranks == 1:
         return seconds
     each_message = step.model.rings["pipeline"].message(step.message, hardware)
     messages = 2 * step.pipeline.virtual * step.micro_batches * each_message
-    others = (sum(time for _, time in found) - busy) / (len(found) - 1)
+    of_all = sum(time for _, time in found)
+    bubble = step.idle_share * ((of_all - busy) / (len(found) - 1) + messages)
+    if hardware.shares_cores(step.ranks):  # ranks with more work go on with the cores of others
+        mean = of_all / len(found)
+        bubble = mean - busy + idle_on_shared_cores(step, hardware) * (mean + messages)
     return replace(
         seconds,
         pipeline_parallel_exposed=seconds.pipeline_parallel_exposed + messages,
-        pipeline_bubble=step.idle_share * (others + messages),
+        pipeline_bubble=bubble,
     )
 
 
-def _of_rank(step: Step, hardware: Hardware, layer_scale: float) -> tuple[Seconds, float]:
-    """(seconds of one rank, without its waits along the pipeline axis; those of the micro-batches
-    among them)."""
-    bandwidth = hardware.moved_per_second
-    matmuls = forward = backward = busy = 0.0
-    other = step.updated / bandwidth
-    exposed, hidden = Counter[str](), Counter[str]()
+def idle_on_shared_cores(step: Step, hardware: Hardware) -> float:
+    """`Step.idle_share` where N processes share c cores: others run faster while a rank waits. A
+    moment in which n are busy lasts max(n, c) / N as long as one in which all are."""
+    each = step.ranks // step.pipeline.ranks  # processes that do the same
+    changes = Counter[int]()
+    for starts, actions in zip(simulate(step.lists), step.lists, strict=True):
+        for start, action in zip(starts, actions, strict=True):
+            changes[start] += each
+            changes[start + DURATIONS[action.direction]] -= each
+    taken, busy = 0.0, 0
+    for start, end in pairwise(sorted(changes)):
+        busy += changes[start]
+        taken += (end - start) * max(busy, hardware.concurrent_devices) / step.ranks
+    return taken / sum(DURATIONS[action.direction] for action in step.lists[0]) - 1
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """Seconds of a rank's kernels and of its collectives but those of gradients and weights.
+    computing, moving, exposed, hidden: of a step. forward, backward: of a micro-batch."""
+
+    computing: float
+    moving: float
+    exposed: Counter[str]
+    hidden: Counter[str]
+    forward: float
+    backward: float
+
+
+def _kernels(step: Step, hardware: Hardware) -> _Kernels:
+    computing = moving = 0.0
+    exposed, hidden, phases = Counter[str](), Counter[str](), Counter[str]()
     for phase, work in step.work.items():
-        computing = sum(
+        products = sum(
             times * matmul_seconds(each, hardware, step.precision)
             for each, times in work.matmuls.items()
         )
-        moving = work.moved / bandwidth
-        matmuls, other, waiting = matmuls + computing, other + moving, 0.0
+        passes = work.moved / hardware.moved_per_second
+        computing, moving, waiting = computing + products, moving + passes, 0.0
         for axis, waits, beside in _collectives(step, work, hardware):
             name = "context" if axis == "context" else "tensor"
             exposed[name] += waits
             hidden[name] += beside
             waiting += waits
-        busy += computing + moving + waiting
-        if phase == "forward":
-            forward = (computing + moving + waiting) / step.micro_batches
-        else:
-            backward += (computing + moving + waiting) / step.micro_batches
-    host = step.micro_batches * host_seconds(step, hardware, layer_scale)
+        taken = (products + passes + waiting) / step.micro_batches
+        phases["forward" if phase == "forward" else "backward"] += taken
+    return _Kernels(computing, moving, exposed, hidden, phases["forward"], phases["backward"])
+
+
+def _of_rank(step: Step, hardware: Hardware) -> tuple[Seconds, float]:
+    """(seconds of one rank, without its waits along the pipeline axis; those of the micro-batches
+    among them)."""
+    kernels, measured = _kernels(step, hardware), hardware.measured(step)
+    forward, backward = kernels.forward, kernels.backward
+    if measured is None:
+        host = step.micro_batches * host_seconds(step, hardware)
+    else:
+        edge, share = _edge(step, measured, hardware), 1 / 3
+        if measured.edge:
+            share = (measured.edge_forward or 0.0) / measured.edge
+        forward = step.layers * measured.forward + share * edge
+        backward = step.layers * measured.backward + (1 - share) * edge
+        host = forward + backward - kernels.forward - kernels.backward
+        host *= step.micro_batches
+    exposed, hidden = kernels.exposed, kernels.hidden
     for _, call in step.reductions:
         if call.axis != step.model.replicas:  # of parameters that stages or ranks of a model share
             name = "stages" if call.axis in step.model.of_stages else "tensor"
             exposed[name] += call_seconds(step, call, hardware)
     data_exposed, data_hidden = _data_parallel(step, hardware, forward, backward)
+    updating = step.updated / (hardware.optimizer_bandwidth or hardware.moved_per_second)
     seconds = Seconds(
-        matrix_products=matmuls,
-        other_kernels=other,
+        matrix_products=kernels.computing,
+        other_kernels=kernels.moving + updating,
         tensor_parallel_exposed=exposed["tensor"],
         tensor_parallel_hidden=hidden["tensor"],
         context_parallel_exposed=exposed["context"],
@@ -125,31 +173,53 @@ def _of_rank(step: Step, hardware: Hardware, layer_scale: float) -> tuple[Second
         data_parallel_hidden=data_hidden,
         pipeline_parallel_exposed=exposed["stages"],
         offload=offload_seconds(step, hardware),
-        host=host,
+        host=host + hardware.step_overhead,
     )
-    return seconds, busy + host
+    of_kernels = step.micro_batches * (kernels.forward + kernels.backward)
+    return seconds, of_kernels + host
 
 
-def host_seconds(step: Step, hardware: Hardware, layer_scale: float = 1.0) -> float:
-    """Seconds of a micro-batch that the kernels and collectives of a rank do not explain: a layer
-    takes at least as long as the host needs to start its kernels, and has an overhead of its own.
+def _edge(step: Step, measured: Layer, hardware: Hardware) -> float:
+    """Seconds of a micro-batch outside the layers of this rank: the measured ones, of which the
+    stages before the last have what is derived for their embedding."""
 
-    layer_scale: of the time of a layer, which thereby is the measured one.
-    """
+    def derived(rank: Step) -> float:
+        kernels = _kernels(rank, hardware)
+        layers = rank.layers * _of_layer(rank, hardware)[0]
+        return max(0.0, kernels.forward + kernels.backward - layers)
+
+    if measured.edge is None:
+        return derived(step) + hardware.head_overhead * step.has_head
+    if not step.has_head:
+        return derived(step)
+    others = (derived(each) for each in step.stages if each.rank != step.rank)
+    return max(0.0, measured.edge - sum(others))
+
+
+def host_seconds(step: Step, hardware: Hardware) -> float:
+    """Seconds of a micro-batch that the kernels and collectives of a rank do not explain."""
     head = hardware.head_overhead * step.has_head
-    overhead = hardware.layer_overhead + hardware.tensor_overhead * log2(step.tensor)
-    floor = hardware.layer_floor + hardware.unfused_floor * (not step.is_softmax_fused)
-    floor *= not step.is_replayed
-    if layer_scale == 1 and not overhead and not floor:
+    if not any(_overheads(step, hardware)):
         return head
+    return step.layers * _of_layer(step, hardware)[1] + head
+
+
+def layer_seconds(step: Step, hardware: Hardware) -> float:
+    """Derived seconds of a micro-batch in a layer, forward and backward."""
+    return sum(_of_layer(step, hardware))
+
+
+def _of_layer(step: Step, hardware: Hardware) -> tuple[float, float]:
+    """(seconds of the kernels and collectives of a layer; what the host adds). A layer takes at
+    least as long as the host needs to start its kernels, and has an overhead of its own."""
     work, precision = step.layer, step.precision
     kernels = work.moved / hardware.moved_per_second
     kernels += sum(
         n * matmul_seconds(each, hardware, precision) for each, n in work.matmuls.items()
     )
     calls = sum(waits for _, waits, _ in _collectives(step, work, hardware))
-    more = layer_scale * max(overhead, floor - kernels) + (layer_scale - 1) * (kernels + calls)
-    return step.layers * more + head
+    overhead, floor = _overheads(step, hardware)
+    return kernels + calls, max(overhead, floor - kernels)
 
 
 def offload_seconds(step: Step, hardware: Hardware) -> float:
@@ -162,14 +232,22 @@ def offload_seconds(step: Step, hardware: Hardware) -> float:
     return update + returned if step.stage == 3 else max(update, returned)
 
 
-def call_seconds(step: Step, call: Call, hardware: Hardware) -> float:
-    """Seconds of a collective with nothing beside it."""
+def _overheads(step: Step, hardware: Hardware) -> tuple[float, float]:
+    """(overhead of a layer, time that the host needs to start its kernels)"""
+    overhead = hardware.layer_overhead + hardware.tensor_overhead * log2(step.tensor)
+    floor = hardware.layer_floor + hardware.unfused_floor * (not step.is_softmax_fused)
+    return overhead, floor * (not step.is_replayed)
+
+
+def call_seconds(step: Step, call: Call, hardware: Hardware, kind: str = "all_gather") -> float:
+    """Seconds of a collective with nothing beside it. kind: see Ring.seconds."""
     ring, share = step.model.rings[call.axis], hardware.tensor_network_share
     if call.axis == "tensor" and share is not None and ring.inside(hardware) < ring.ranks:
         hardware = replace(hardware, network_share=share)
     if not call.passes:
         return ring.shift(call.bytes, hardware)
-    return ring.seconds(call.bytes, hardware, call.passes, is_rooted=call.is_rooted)
+    options: Any = {"is_rooted": call.is_rooted, "kind": kind}
+    return ring.seconds(call.bytes, hardware, call.passes, **options)
 
 
 def matmul_seconds(matmul: Matmul, hardware: Hardware, precision: str) -> float:
@@ -228,13 +306,18 @@ def _data_parallel(
     depth, (first, *others) = max(1, len(layers["forward"])), layers["forward"] or [[]]
     alone = [*once, *step.micro_batches * first]
 
-    def ahead(layers: Iterable[Iterable[Call]], each: float) -> Iterator[tuple[float, Call]]:
+    def ahead(layers: Iterable[Iterable[Call]], each: float) -> Iterator[Started]:
         """Each starts when the previous layer begins; a layer takes `each` seconds."""
-        return ((place * each, call) for place, calls in enumerate(layers) for call in calls)
+        for place, calls in enumerate(layers):
+            yield from ((place * each, call, "all_gather") for call in calls)
 
     window = forward * (depth - 1) / depth  # the last layer has no gather beside it
     there = _beside(step, hardware, window, ahead(others, forward / depth))
-    sums = [(share * backward, call) for share, call in step.reductions if call.axis == replicas]
+    sums = [
+        (share * backward, call, "reduce_scatter")
+        for share, call in step.reductions
+        if call.axis == replicas
+    ]
     back = [*sums, *ahead(layers["backward"], backward / depth)]
     last = _beside(step, hardware, backward, back)
     exposed, hidden = sum(call_seconds(step, each, hardware) for each in alone), 0.0
@@ -243,19 +326,24 @@ def _data_parallel(
     return exposed, hidden
 
 
+Started = tuple[float, Call, str]
+"""When a collective starts, and its kind."""
+
+
 def _beside(
-    step: Step, hardware: Hardware, window: float, started: Iterable[tuple[float, Call]]
+    step: Step, hardware: Hardware, window: float, started: Iterable[Started]
 ) -> tuple[float, float]:
     """(exposed, hidden) seconds of calls over the replicas, started at these seconds of a
     computation that takes `window` seconds; hidden calls share its memory bandwidth. Calls run one
-    after another; a wait for a call in between is not modelled by itself."""
+    after another; a wait for a call in between is not modelled by itself. On a CPU they take the
+    cores that compute, so that nothing hides."""
     ring = step.model.rings[step.model.replicas]
     end = busy = sent = 0.0
-    for start, call in sorted(started):
-        taken = call_seconds(step, call, hardware)
+    for start, call, kind in sorted(started):
+        taken = call_seconds(step, call, hardware, kind)
         end, busy = max(start, end) + taken, busy + taken
         sent += call.passes * (ring.ranks - 1) / ring.ranks * call.bytes
-    exposed = max(0.0, end - window)
+    exposed = busy if hardware.is_cpu else max(0.0, end - window)
     if exposed >= busy:
         return exposed, 0.0
     hidden = busy - exposed

@@ -13,10 +13,11 @@ from megatron.errors import UsageError
 from tests.refusals import field_of, refusal, refused
 from tools.plan import __main__ as plan
 from tools.plan import tables
-from tools.plan.hardware import Ring, interpolated, load_hardware
-from tools.plan.score import Row, read_rows, score, step_of
+from tools.plan.hardware import Hardware, Ring, interpolated, load_hardware
+from tools.plan.layers import Shape
+from tools.plan.score import Row, read_rows, score, step_of, with_layers
 from tools.plan.software import find_hardware
-from tools.plan.timing import predict
+from tools.plan.timing import layer_seconds, predict
 from tools.plan.trace import Step
 
 PROGRAM = "megatron 2022"
@@ -27,8 +28,13 @@ ROW = Row(
 )  # fmt: skip
 
 
-def seconds(row: Row, hardware: object = A100, scale: float = 1.0) -> float:
-    return predict(step_of(row, A100, PROGRAM, "fp16"), hardware, scale).total  # type: ignore[arg-type]
+def seconds(row: Row, hardware: Hardware = A100, scale: float | None = None) -> float:
+    """scale: of the measured time of a layer to the derived one."""
+    step = step_of(row, A100, PROGRAM, "fp16")
+    if scale is not None:
+        layer = scale * layer_seconds(step, hardware)
+        hardware = with_layers(hardware, {Shape.of(step): layer})
+    return predict(step, hardware).total
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 4), (2, 4)])
@@ -164,6 +170,18 @@ def test_measured_collectives_between_their_sizes(size: float, expected: float) 
     without = replace(A100, all_reduce={})
     for ring in (Ring(4, 1), Ring(2, 8)):  # of other ranks, or between servers
         assert ring.seconds(size, measured) == ring.seconds(size, without)
+    # Each kind by its own table, between servers by that of as many servers.
+    for kind in ("all_gather", "reduce_scatter"):
+        one = replace(measured, **{kind: {2: TABLE, "16/2": TABLE}})
+        both = [Ring(2, 1).seconds(size, one, 1, kind=each) for each in ("all_gather", kind)]
+        assert both == [expected / (1 if kind == "all_gather" else 2), expected]
+        assert Ring(16, 1).seconds(size, one, 1, kind=kind) == expected
+        assert Ring(16, 8).seconds(size, one, 1, kind=kind) != expected  # on 16 servers
+        assert Ring(2, 1).seconds(size, one, 1, kind=kind, is_rooted=True) != expected
+    sent = replace(A100, message={2: TABLE, "2/2": [(each, 2 * time) for each, time in TABLE]})
+    for stride, times in ((1, 1), (4, 1), (8, 2)):
+        assert Ring(4, stride).message(size, sent) == times * expected
+        assert Ring(4, stride).shift(size, sent) == Ring(4, stride).shift(size, A100)
 
 
 @pytest.mark.parametrize(
@@ -387,7 +405,7 @@ def test_measured_iterations(test_data: Path) -> None:
     assert found["mean_error"] < 0.042
     assert found["order_accuracy"] > 0.96
     assert score(many, A100, PROGRAM)["mean_error"] < 0.075
-    first = {row.shapes: row for row in reversed(one)}
+    first = {Shape.of(step_of(row, A100, PROGRAM, "fp16")): row for row in reversed(one)}
     found = score(one, A100, PROGRAM, [*first.values()])
     assert found["mean_error"] < 0.012
     assert found["worst_error"] < 0.1

@@ -1,0 +1,210 @@
+"""Steps of small models on this machine, predicted from what --measure times on it.
+
+For 1, 2 and 4 ranks, `tools/plan.py --measure` first times what layouts are made of: a layer and
+the edge by tensor-parallel size, sequence parallelism and recomputation, collectives by size, the
+optimizer by bytes. It times as many processes as the layouts have, so that 4 of them share 2 cores
+in both. From these files tools/plan.py predicts the step of every layout; with --json FILE the
+predictions are in FILE.predicted before the first layout runs. Then each layout trains in processes
+of its own, one thread each. A model has 4 or 8 layers where --measure has models of 1 and 3. The
+order is right in a pair, of layouts of one model and number of ranks whose times differ by more
+than 5 %, if the predicted times are in the order of the measured ones.
+"""
+
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+import json
+import os
+import shlex
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+
+if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+
+from benchmarks import steps
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
+from benchmarks.report import NOT_MEASURED, Results
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainGPT2Config
+from megatron.data.files import write_atomically
+from megatron.errors import UsageError
+from megatron.train.pipelining import plan_of_run
+from megatron.train.step import train_step
+from tools.layouts.job import open_samples
+from tools.plan.hardware import load_hardware
+from tools.plan.score import in_order
+from tools.plan.timing import predict
+from tools.plan.trace import Step
+
+ROOT = Path(__file__).resolve().parents[1]
+CORES = os.cpu_count() or 1
+MODEL = """--preset quickstart --hidden-size 256 --num-attention-heads 8 --vocab-size 4096 --no-bf16
+--micro-batch-size 2 --global-batch-size 16"""
+SMALL = "--hidden-size 128 --seq-length 64 --vocab-size 512"
+T, P, ROWS = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--sequence-parallel"
+ZERO, AGAIN, DEEP = "--zero-stage", "--recompute-granularity full", "--num-layers 8"
+MEASURED = {  # what --measure times, by ranks
+    1: "--micro-batches 2 4 --recomputations none full",
+    2: "--tensor-sizes 1 2 --recomputations none full",
+    4: "--tensor-sizes 1 2 4 --recomputations none full",
+}
+LAYOUTS = {  # flags by ranks; the model has 4 layers
+    1: ("", AGAIN, "--micro-batch-size 4", DEEP, f"{DEEP} {AGAIN}"),
+    2: (
+        "",
+        f"{ZERO} 1",
+        f"{ZERO} 2",
+        f"{ZERO} 3",
+        f"{T} 2",
+        f"{T} 2 {ROWS}",
+        f"{T} 2 {ROWS} {AGAIN}",
+        f"{P} 2",
+        f"{P} 2 {AGAIN}",
+        f"{DEEP} {P} 2 --num-virtual-stages-per-pipeline-rank 2",
+        f"{DEEP} {T} 2",
+        f"{DEEP} {ZERO} 3 {AGAIN}",
+    ),
+    4: (
+        "",
+        f"{ZERO} 1",
+        f"{ZERO} 3",
+        f"{T} 4",
+        f"{T} 4 {ROWS}",
+        f"{T} 2",
+        f"{T} 2 {ROWS} {ZERO} 1",
+        f"{T} 2 {AGAIN}",
+        f"{P} 4",
+        f"{P} 2 {T} 2",
+        f"{P} 2 {ZERO} 1",
+        f"{DEEP} {P} 2 {T} 2 {ROWS}",
+    ),
+}
+PREDICTED, ERROR = "predicted seconds", "error, %"
+
+
+def train(rank: Rank, flags: list[str]) -> Turn:
+    """A step with all of its micro-batches, each on new samples."""
+    config = parse(PretrainGPT2Config, flags, {})
+    plan = plan_of_run(config, open_samples(config)[1], rank.size)
+    state = steps.build(config, steps.mesh_of(rank, config), pipeline=plan)
+    samples, size = open_samples(config)[0], config.training.micro_batch_size
+    data, count = state.mesh.batch, config.micro_batches(rank.size)
+
+    def turn() -> Figures:
+        firsts = [state.samples + (n * data.size + data.rank) * size for n in range(count)]
+        numbers = [np.arange(first, first + size) for first in firsts]
+        batches = [samples.batch(each.tolist()).numbered(each) for each in numbers]
+        result = train_step(state, batches, steps.LEARNING_RATE)
+        return {"loss": result.loss, "tokens": result.tokens}
+
+    return turn
+
+
+def measured(model: str, ranks: int) -> Path:
+    """The file of --measure on so many processes."""
+    file = scratch() / f"here_{ranks}.toml"
+    start = f"-m torch.distributed.run --standalone --nproc-per-node {ranks}" if ranks > 1 else ""
+    words = f"{start} tools/plan.py --measure {file} {model} {MEASURED[ranks]}"
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *shlex.split(words)]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr[-5000:]}")
+    print(done.stdout, file=sys.stderr, flush=True)
+    return file
+
+
+def contenders(
+    flags: Flags,
+    ranks: tuple[int, ...] = tuple(LAYOUTS),
+    most_layouts: int | None = None,
+    small: bool = False,
+) -> Iterator[Contender]:
+    """Measure, predict, run.
+
+    Args:
+        ranks: numbers of ranks.
+        most_layouts: of each number of ranks, to try it.
+        small: a miniature, to try it.
+    """
+    if flags.device != "cpu":
+        works = ("--device", "cpu")
+        raise UsageError("--device", flags.device, "cpu: its layouts are small", works=works)
+    model = f"{MODEL} {SMALL if small else ''}"
+    found = []
+    for number in ranks:
+        hardware = load_hardware(str(measured(model, number)))
+        for layout in LAYOUTS[number][:most_layouts]:
+            words = [*shlex.split(model), *layout.split()]
+            config = parse(PretrainGPT2Config, words, {})
+            config.check(number)
+            step = Step(config, number, "fp32", hardware.device)
+            facts = {
+                "predicted": predict(step, hardware).total,
+                "is_measured": hardware.measures(step),
+            }
+            found.append((number, layout, words, facts))
+    predicted = [{"ranks": n, "layout": layout, **facts} for n, layout, _, facts in found]
+    print(json.dumps(predicted, indent=1), file=sys.stderr, flush=True)
+    if flags.json is not None:
+        file = flags.json.with_name(f"{flags.json.name}.predicted")
+        write_atomically(file, (json.dumps(predicted, indent=1) + "\n").encode())
+    for number, layout, words, facts in found:
+        shared = f" on {CORES} cores" if number > CORES else ""
+        depth = parse(PretrainGPT2Config, words, {}).model.num_layers
+        yield Contender(
+            layout.replace(DEEP, "").strip() or "data parallel" * (number > 1) or "one rank",
+            train,
+            {"flags": words},
+            group=f"{number} rank{'s' * (number > 1)}{shared}, {depth} layers",
+            ranks=number,
+            facts=facts,
+            same={"loss": 1e-4},
+        )
+
+
+def result(found: Results) -> str:
+    errors, groups = dict[str, float](), defaultdict[str, list[tuple[float, float]]](list)
+    for group, name in found.rows:
+        predicted = found.rounds[group, name][0]["predicted"]
+        if (cell := found.cell(group, name, "seconds")) is not None:
+            errors[f"{name} ({group})"] = predicted / cell.median - 1
+            groups[group].append((cell.median, predicted))
+    if not errors:
+        return f"Error of a prediction: {NOT_MEASURED}."
+    worst = max(errors, key=lambda name: abs(errors[name]))
+    right = [*in_order(groups.values())]
+    order = f"{sum(right)} of {len(right)} pairs in the right order" if right else "no pairs"
+    return (
+        f"Mean error of {len(errors)} predicted steps {fmean(map(abs, errors.values())):.1%}; "
+        f"worst {errors[worst]:+.1%}: {worst}; {order}."
+    )
+
+
+COLUMNS = (
+    Column(PREDICTED, "predicted", "{:.4f}"),
+    Column("seconds", "wall", "{:.4f}"),
+    Column(ERROR, lambda own, _: 100 * (own["predicted"] / own["wall"] - 1), "{:+.1f}"),
+    Column("CPU seconds", "cpu", "{:.4f}"),
+)
+QUESTION = Question(
+    contenders,
+    COLUMNS,
+    result,
+    rounds=1,
+    turns=7,
+    warm_up=2,
+    together=False,
+    drawn=[ERROR],
+)
+
+if __name__ == "__main__":
+    QUESTION.run()
