@@ -1028,20 +1028,32 @@ the-step-before-is-in-the-profile | train/test_profiling::test_a_profile_has_the
 + if not self.first <= step + 1 <= self.last:
 @ tools/plan/timing.py | tools/plan/test_score
 the-host-is-never-waited-for
-- layer_scale * max(overhead, floor - kernels)
-+ layer_scale * overhead
+- max(overhead, floor - kernels)
++ overhead
 every-axis-has-the-network-of-tensor-parallelism
 - if call.axis == "tensor" and share is not None
 + if share is not None
-an-anchor-scales-overheads-alone
-- + (layer_scale - 1) * (kernels + calls)
-+ + (layer_scale - 1) * 0 * calls
 a-graph-waits-for-the-host | tools/plan/test_timing::test_the_host
-- floor *= not step.is_replayed
-+ floor *= 1
+- floor * (not step.is_replayed)
++ floor
 weights-return-beside-the-update-in-stage-3 | tools/plan/test_timing::test_an_optimizer
 - return update + returned if step.stage == 3 else max(update, returned)
 + return max(update, returned)
+a-measured-layer-has-no-backward | tools/plan/test_score tools/plan/test_measured
+- backward = step.layers * measured.backward + (1 - share) * edge
++ backward = (1 - share) * edge
+every-stage-has-the-measured-edge | tools/plan/test_measured
+- if not step.has_head:
++ if False:
+a-waiting-rank-keeps-its-core | tools/plan/test_measured
+- max(busy, hardware.concurrent_devices)
++ hardware.concurrent_devices
+sums-hide-behind-a-cpu's-backward | tools/plan/test_measured
+- busy if hardware.is_cpu else max(0.0, end - window)
++ max(0.0, end - window)
+a-scattered-sum-is-timed-as-a-gather | tools/plan/test_measured
+- (share * backward, call, "reduce_scatter")
++ (share * backward, call, "all_gather")
 @ tools/plan/trace.py | tools/plan/test_timing::test_an_optimizer
 offloaded-moments-stay
 - "moments": self.moments * state,
@@ -1057,8 +1069,11 @@ a-gather-takes-as-long-as-an-all-reduce
 - return passes / 2 * interpolated(table, size)
 + return interpolated(table, size)
 a-measured-table-is-for-any-ranks
-- table = hardware.all_reduce.get(self.ranks, ())
-+ table = next(iter(hardware.all_reduce.values()), ())
+- found: Table = tables.get(key, ())
++ found: Table = next(iter(tables.values()), ())
+a-layer-is-measured-for-any-number-of-processes | tools/plan/test_measured
+- if self.is_cpu and step.ranks % self.devices_per_server:
++ if not step.ranks:
 @ tools/plan/software.py | tools/plan/test_score
 every-stage-has-the-embedding
 - if self.rank == 0 or self.has_head:

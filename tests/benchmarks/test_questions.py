@@ -165,6 +165,15 @@ def of_simulated(record: Record, folder: Path) -> None:
     assert names == [context.ALONE, "a2a, 2 ranks", "p2p, 2 ranks", "p2p, 4 ranks"]
 
 
+def of_planned(record: Record, folder: Path) -> None:
+    """Predictions are there before anything runs, and the page has the errors of them all."""
+    written = json.loads((folder / "record.json.predicted").read_text())
+    facts = [each["facts"]["predicted"] for each in record["contenders"]]
+    assert [each["predicted"] for each in written] == facts
+    assert all(each["is_measured"] for each in written)
+    assert "Mean error of 2 predicted steps" in record["page"]
+
+
 class Small(NamedTuple):
     """A question in miniature: its words, the contenders to run (all by default), and what is known
     of their figures."""
@@ -228,6 +237,7 @@ QUESTIONS = {  # the file's name, and after a blank the case
         of_axes,
         warm_up=0,
     ),
+    "planned": Small("--small --ranks 1 --most-layouts 2", check=of_planned, warm_up=1),
     "pipeline 1f1b": Small(
         "--micro-batches 4 --dtypes fp32 --schedules 1f1b --bubble-schedules 1f1b gpipe "
         f"--bubble-micro-batches 5 --program-flags='{STAGES}'",
