@@ -1,5 +1,5 @@
 """Probes of this machine: what a run here would use, and what is wrong with it.
 
 findings.py collects facts and problems; machine.py and links.py yield them; description.py writes
-what they measure as a file of scripts/hardware/, for the planner.
+what they measure, and times of a model's layers (layers.py), as a hardware file of the planner.
 """

@@ -85,7 +85,7 @@ def measure(configs: Iterable[PretrainConfig], mesh: Mesh) -> Timed:
         ]
         shallow, deep = _times(steps, mesh)
         rests = (shallow.rest, deep.rest)
-        timed.updating += zip((step.updated for step in steps), rests, strict=True)
+        timed.updating.extend(zip((step.updated for step in steps), rests, strict=True))
         more = DEPTHS[1] - DEPTHS[0]
         layer = [(b - a) / more for a, b in zip(shallow[:2], deep[:2], strict=True)]
         if (seconds := sum(layer)) <= 0:
