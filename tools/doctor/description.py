@@ -36,8 +36,6 @@ def measure(mesh: Mesh, in_server: int, configs: Sequence[PretrainConfig] = ()) 
     """{figure: (value, source)} on the first rank, else None; every rank calls this. in_server:
     ranks of each server. configs: layouts whose layers are timed, of layers.variants; then the
     figure "layers" is a list of tables."""
-    found = [each.value for each in links.all_reduces(mesh) if isinstance(each, Fact)]
-    reduced = [each for each in found if isinstance(each, dict) and "seconds" in each]
     bandwidth = _memory_bandwidth(mesh.device)
     tables = links.tables(mesh, in_server)
     timed = layers.measure(configs, mesh)
@@ -50,15 +48,15 @@ def measure(mesh: Mesh, in_server: int, configs: Sequence[PretrainConfig] = ()) 
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / in_server
     link, latency, shown = bandwidth / 6, 0.0, "not measured, a sixth of memory; torchrun does"
-    if reduced:
-        small, large = reduced[0], reduced[-1]
-        ranks, latency = large["size"], small["seconds"]
-        sent = 2 * (ranks - 1) / ranks * (large["bytes"] - small["bytes"])
-        if (seconds := large["seconds"] - small["seconds"]) <= 0:
-            raise RuntimeError("a large all-reduce took no longer than a small one: a busy machine")
-        link = sent / seconds
-        shown = f"{large['backend']}, {ranks} ranks, {small['bytes']} and {large['bytes']} bytes"
-    attained, in_server = (1.0, "what was measured is attained"), "not measured: as in the server"
+    reduced, servers = tables.get("all_reduce", {}), mesh.size() // in_server
+    if in_server > 1:
+        link, latency = _link(reduced[str(in_server)], in_server)
+        shown = f"all-reduces of {in_server} ranks"
+    network, between = link, "not measured: as in the server"
+    if servers > 1:  # the ranks of a server share its adapters
+        network = in_server * _link(reduced[f"{servers}/{servers}"], servers)[0]
+        between = f"{source}: all-reduces of a rank of each of {servers} servers"
+    attained = 1.0, "what was measured is attained"
     speeds = [fact for fact in machine.speed(mesh.device) if isinstance(fact, Fact)]
     found: Figures = {
         "devices_per_server": (in_server, f"{in_server} processes on this machine"),
@@ -74,7 +72,7 @@ def measure(mesh: Mesh, in_server: int, configs: Sequence[PretrainConfig] = ()) 
         },
         "link_bandwidth": (link, f"{source}: {shown}"),
         "link_share": attained,
-        "network_bandwidth": (link, in_server),
+        "network_bandwidth": (network, between),
         "network_share": attained,
         "base_latency": (latency, f"{source}: {shown}"),
         "link_latency": (0.0, "part of base_latency"),
@@ -96,6 +94,12 @@ def measure(mesh: Mesh, in_server: int, configs: Sequence[PretrainConfig] = ()) 
         found["step_overhead"] = (timed.step_overhead, shown)
         found["layers"] = ([each.table() for each in timed.layers], shown)
     return found
+
+
+def _link(rows: Sequence[tuple[int, float]], ranks: int) -> tuple[float, float]:
+    """(bytes a second of each rank, seconds of a small one) of measured all-reduces."""
+    (small, latency), *_, (large, longest) = rows
+    return 2 * (ranks - 1) / ranks * (large - small) / (longest - latency), latency
 
 
 def _memory_bandwidth(device: torch.device) -> float:

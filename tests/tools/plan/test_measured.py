@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.dist import Pool
 from tests.programs import start_ranks
 from tests.refusals import field_of, refusal
+from tests.tiny import mesh_of_ranks
 from tests.tools.plan.counted import preset
-from tools.doctor import description
+from tools.doctor import description, links
 from tools.doctor.layers import Timed
 from tools.plan import __main__ as plan
 from tools.plan.hardware import Hardware, Ring, load_hardware, read_hardware
@@ -261,6 +263,26 @@ def test_noise_of_an_update() -> None:
     assert (clear.optimizer_bandwidth, clear.step_overhead) == pytest.approx((50, 1))
     lost = Timed([], [(100, 3.0), (300, 1.0)])
     assert (lost.optimizer_bandwidth, lost.step_overhead) == pytest.approx((100, 0))
+
+
+SIZES = (2**6, 2**10, 2**12)
+
+
+def tables_of_two_servers() -> links.Tables:
+    """Of two ranks each."""
+    links.TABLED = {"cpu": SIZES}
+    return links.tables(mesh_of_ranks(4), 2)
+
+
+def test_collectives_inside_servers_and_between_them(gloo: Pool) -> None:
+    found = gloo.run(4, tables_of_two_servers)
+    assert found == [found[0]] * 4  # the slowest rank's, on each of them
+    for kind, tables in found[0].items():
+        assert {*tables} == {"2", "2/2"} | ({"4/2"} if kind != "message" else set())
+        for rows in tables.values():
+            assert tuple(size for size, _ in rows) == SIZES
+            assert min(seconds for _, seconds in rows) > 0
+    assert {*found[0]} == {"all_reduce", "all_gather", "reduce_scatter", "message"}
 
 
 def run(words: Sequence[str]) -> None:
