@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -270,8 +271,8 @@ SIZES = (2**6, 2**10, 2**12)
 
 def tables_of_two_servers() -> links.Tables:
     """Of two ranks each."""
-    links.TABLED = {"cpu": SIZES}
-    return links.tables(mesh_of_ranks(4), 2)
+    with patch.object(links, "TABLED", {"cpu": SIZES}):
+        return links.tables(mesh_of_ranks(4), 2)
 
 
 def test_collectives_inside_servers_and_between_them(gloo: Pool) -> None:
