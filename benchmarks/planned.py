@@ -47,7 +47,7 @@ from tools.plan.trace import Step
 ROOT = Path(__file__).resolve().parents[1]
 CORES = os.cpu_count() or 1
 MODEL = """--preset quickstart --hidden-size 256 --num-attention-heads 8 --vocab-size 4096 --no-bf16
---micro-batch-size 2 --global-batch-size 16"""
+--micro-batch-size 2 --global-batch-size 8"""
 SMALL = "--hidden-size 128 --seq-length 64 --vocab-size 512"
 T, P, ROWS = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--sequence-parallel"
 ZERO, AGAIN, DEEP = "--zero-stage", "--recompute-granularity full", "--num-layers 8"
