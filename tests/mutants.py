@@ -1092,6 +1092,27 @@ anchors-count
 ties-count-as-pairs
 - if max(a, b) > (1 + NEAR) * min(a, b):
 + if a != b:
+@ tools/plan/fastest.py | tools/plan/test_search
+a-search-stops-too-early
+- if SAFE * bound > self._slowest_of_best:
++ if 2 * bound > self._slowest_of_best:
+ranks-keep-what-all-stages-keep
+- layers = min(number, stages) * (step.layers // stages)
++ layers = 2 * stages * step.layers
+a-neighbour-loses-by-any-part
+- part = max(losses, key=lambda each: losses[each])
++ part = min(losses, key=lambda each: losses[each])
+@ tools/plan/quick.py | tools/plan/test_search
+stages-of-unlike-depth-are-alike
+- kind = rank if is_end else tuple(map(len, plan.layers[rank :: plan.ranks]))
++ kind = is_end
+quick-buckets-are-not-padded
+- size = _round_up(size, ALIGNMENT * prod(axis.size for axis in summed))
++ size = _round_up(size, ALIGNMENT)
+@ tools/plan/search.py | tools/plan/test_search
+flags-leave-settings-out-that-are-none
+- for name, value in new.items() if value != old[name]]
++ for name, value in new.items() if value not in (None, old[name])]
 @ tools/plan/interruptions.py | tools/plan/test_interruptions
 a-save-counts-before-it-is-written
 - exp(-(interval + times.save) / mtbf) / lost

@@ -90,8 +90,8 @@ class QuestionConfig(FilesConfig):
     """Price of a device for an hour, of any currency; with --days."""
 
     search: bool = False
-    """List the layouts that fit, best first; the global batch, the context-parallel size, the
-    pipeline and the ZeRO stage are not varied."""
+    """List the best of all layouts that fit, with flags to paste, and say why others like the best
+    are slower. The global batch stays the same."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -293,11 +293,11 @@ def plan(config: Any) -> bool:
         allowed += "host_memory_bandwidth"
         raise UsageError("--optimizer-cpu-offload", None, allowed, works=("--hardware", "h200"))
 
-    from tools.plan import record
-    from tools.plan.software import anchored
+    from tools.plan import fastest, record
+    from tools.plan.software import find_hardware
     from tools.plan.trace import Step
 
-    hardware = anchored(described)
+    hardware = find_hardware(name, PROGRAMS[0])
     precision = config.precision.name or hardware.default_precision
     planned = record.record(Step(config, gpus, precision, hardware.device), hardware)
     if question.days:
@@ -307,15 +307,14 @@ def plan(config: Any) -> bool:
             iterations = math.ceil(tokens / planned["tokens_per_step"])
         planned["run"] = record.run(planned, gpus, iterations, question.price)
     print(record.text(planned))
-    if question.search or not planned["fits"]:
-        kept = search.keeping_batch(config, gpus)
-        rows = planned["layouts"] = search.search(kept, gpus, hardware, precision)
-        shown = record.table(rows[:MOST_ROWS]) if rows else "--hardware with more memory may help"
-        print(f"\n{len(rows)} layouts fit\n{shown}")
+    if question.search:
+        found = fastest.Search(config, gpus, hardware, precision, MOST_ROWS)
+        planned |= found.record()
+        print(f"\n{found.text(planned)}")
     if not planned["fits"]:
-        flags = search.smallest_change(config, gpus, hardware, precision, planned["layouts"])
-        planned["smallest_change"] = flags
-        print(f"\nsmallest change that fits: {flags or 'none, on any number of devices'}")
+        changes = search.smallest_change(config, gpus, hardware, precision)
+        planned["smallest_change"] = changes
+        print(f"\nsmallest change that fits: {changes or 'none, on any number of devices'}")
     _write(question.json, planned)
     if question.picture is not None:
         record.draw(question.picture, planned)

@@ -7,10 +7,12 @@ matmuls, collectives, bytes moved and bytes kept for the backward are exactly
 
     x = x of one layer + (L - 1) (x of two layers - x of one)
 
-Peaks of memory above what is kept are those of two layers.
+Peaks of memory above what is kept are those of two layers, or of one on the first and last rank of
+a pipeline.
 
-In a pipeline, the rank is in the first, a middle or the last position. It runs its own stages, each
-of one layer, on inputs that nobody sends.
+In a pipeline, the rank is in the first, a middle or the last position of three. A layer adds the
+same in each, so that only the middle one is traced with two; a further virtual stage adds what a
+middle rank does. Inputs are made, as nobody sends them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, reduce
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pkgutil import resolve_name
 from typing import Any
 
@@ -27,6 +29,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron.config.parallel import EACH, ENDS, STAGES, VIRTUAL, TrainingParallelConfig
 from megatron.config.pretrain import PretrainConfig
 from megatron.models.build import build_on_meta
 from megatron.models.registry import find_kind
@@ -35,7 +38,7 @@ from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.context import local_tokens
 from megatron.parallel.initialize import materialize
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.schedules import WHOLE_MODEL, Action, PipelinePlan
+from megatron.parallel.schedules import WHOLE_MODEL, Action, PipelinePlan, consecutive
 from megatron.parallel.stages import as_tuple
 from megatron.train.executor import Executor, Tensors, has_gradient
 from megatron.train.inputs import vocabulary_of
@@ -45,6 +48,7 @@ from tools.plan.absent import absent_mesh
 
 META = torch.device("meta")
 PHASES = ("forward", "recomputation", "backward")
+MIDDLE, LAST = 1, 2  # places in a pipeline of three ranks
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,10 @@ class Trace:
     def kept(self) -> int:
         """Bytes kept from forward to backward."""
         return sum(self.kept_by_stage)
+
+    @property
+    def owed(self) -> int:
+        return sum(self.owed_by_stage)
 
 
 @dataclass(frozen=True)
@@ -149,53 +157,56 @@ def trace(traced: MicroBatch) -> Trace:
 
 def trace_of_depth(asked: MicroBatch) -> Trace:
     """As `trace`, for stages of any depth."""
-    depths = _depths(asked)
-    one, two = _of_first(asked, 1), _of_first(asked, min(2, max(depths)))
+    pipeline, place = asked.pipeline, 0
+    if pipeline.stages > 1 and asked.rank > 0:
+        place = LAST if asked.rank == pipeline.ranks - 1 else MIDDLE
+    depths = [len(each) for each in pipeline.layers[asked.rank :: pipeline.ranks]]
+    depths = depths or [asked.config.model.num_layers]
+    first, (one, two) = trace_at(asked, place, 1), _one_and_two(asked)
     more = sum(depths) - len(depths)
     work = {
-        phase: first.plus(two.work[phase].plus(first, -1), more)
-        for phase, first in one.work.items()
+        phase: own.plus(one.work[phase], len(depths) - 1 - more).plus(two.work[phase], more)
+        for phase, own in first.work.items()
     }
-
-    def of_depths(ones: Sequence[int], twos: Sequence[int]) -> tuple[int, ...]:
-        layer = twos[0] - ones[0]
-        pairs = zip(ones, depths, strict=True)
-        return tuple(size + (depth - 1) * layer for size, depth in pairs)
-
-    kept = of_depths(one.kept_by_stage, two.kept_by_stage)
-    owed = of_depths(one.owed_by_stage, two.owed_by_stage)
-    return replace(two, work=work, kept_by_stage=kept, owed_by_stage=owed)
+    stages = [one] * len(depths)
+    stages[0 if place == 0 else -1] = first
+    pairs = [*zip(stages, depths, strict=True)]
+    kept = tuple(each.kept + (depth - 1) * (two.kept - one.kept) for each, depth in pairs)
+    owed = tuple(each.owed + (depth - 1) * (two.owed - one.owed) for each, depth in pairs)
+    peaks = two if first is one else first
+    return replace(peaks, work=work, kept_by_stage=kept, owed_by_stage=owed)
 
 
 def layer_of(asked: MicroBatch) -> Work:
     """Work of one layer, forward and backward."""
-    one, two = (_of_first(asked, first).work.values() for first in (1, 2))
-    less = reduce(Work.plus, one)
-    return reduce(Work.plus, two).plus(less, -1)
+    one, two = (reduce(Work.plus, each.work.values()) for each in _one_and_two(asked))
+    return two.plus(one, -1)
 
 
-def _depths(asked: MicroBatch) -> list[int]:
-    """Layers of each virtual stage of the rank."""
-    pipeline = asked.pipeline
-    depths = [len(each) for each in pipeline.layers[asked.rank :: pipeline.ranks]]
-    return depths or [asked.config.model.num_layers]
+def _one_and_two(asked: MicroBatch) -> tuple[Trace, Trace]:
+    """Traces that differ by a layer."""
+    place = MIDDLE if asked.pipeline.stages > 1 else 0
+    return trace_at(asked, place, 1), trace_at(asked, place, 2)
 
 
-def _of_first(asked: MicroBatch, first: int) -> Trace:
-    """Trace with `first` layers in the rank's first stage, and one in every other stage."""
-    config, pipeline, rank = asked.config, asked.pipeline, asked.rank
-    ranks = min(pipeline.ranks, 3)  # a first one, a last one, and one between them
-    place = 0 if rank == 0 else ranks - 1 if rank == pipeline.ranks - 1 else 1
-    sizes = [1] * (ranks * pipeline.virtual)
-    sizes[place] = first
-    model = config.model.of_depth(sum(sizes))
-    plan = WHOLE_MODEL
-    if pipeline.stages > 1:
-        layers = tuple(range(*each) for each in pairwise(accumulate(sizes, initial=0)))
-        kind = "zb-h1" if len(asked.backward) > 1 else "1f1b"
-        plan = PipelinePlan(ranks, pipeline.virtual, kind, layers)
-    found = replace(config, model=model)
+def trace_at(asked: MicroBatch, place: int, layers: int) -> Trace:
+    """Trace of a rank with so many layers: of the only one, or of one of three."""
+    config, plan, sizes = asked.config, WHOLE_MODEL, [layers]
+    if asked.pipeline.stages > 1:
+        sizes = [layers if each == place else 1 for each in range(3)]
+        kind = "zb-h1" if asked.pipeline.is_halved else "1f1b"
+        plan = PipelinePlan(3, 1, kind, consecutive(sizes))
+    model, parallel = config.model.of_depth(sum(sizes)), in_one_stage(config.parallel)
+    found = replace(config, model=model, parallel=parallel)
     return trace(replace(asked, config=found, pipeline=plan, rank=place))
+
+
+def in_one_stage(parallel: TrainingParallelConfig) -> TrainingParallelConfig:
+    """The same division of a layer, without a pipeline and without ZeRO."""
+    names = ("pipeline_schedule", EACH, VIRTUAL, *ENDS)
+    changes: dict[str, Any] = dict.fromkeys(names) | {STAGES: 1, "pipeline_partition": "balanced"}
+    changes |= {"zero_stage": 0, "use_distributed_optimizer": False}
+    return replace(parallel, **changes)
 
 
 def rank_on_meta(

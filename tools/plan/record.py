@@ -13,6 +13,7 @@ from megatron.libraries import Library
 from megatron.train.inputs import vocabulary_of
 from tools.plan.hardware import Hardware
 from tools.plan.search import varied
+from tools.plan.software import error_band
 from tools.plan.timing import predict
 from tools.plan.trace import Step
 
@@ -33,7 +34,7 @@ def record(step: Step, hardware: Hardware) -> Record:
     memory; seconds are those of the slowest one. MFU is FLOPs / (seconds x GPUs x peak); its FLOPs
     are those of all matmuls, forward and backward, with attention whole, without padding."""
     config, model = step.config, step.config.model
-    seconds = predict(step, hardware)
+    seconds, (band, basis) = predict(step, hardware), error_band(hardware, step)
     step = max(step.stages, key=lambda each: each.memory["total"])
     plan, held = step.pipeline, step.memory
     halves = any(each.direction == "backward_weight" for each in chain(*step.lists))
@@ -85,10 +86,13 @@ def record(step: Step, hardware: Hardware) -> Record:
             "schedule": config.parallel.pipeline_schedule or plan.kind,
             "bubble": step.facts.idle_share,
             "largest_rank": step.rank,
+            "memory_per_stage_bytes": [each.memory["total"] for each in step.stages],
         },
         "flops_per_step": step.flops,
         "flops_per_step_with_recomputation": step.executed_flops,
         "predicted_step_seconds": asdict(seconds) | {"total": seconds.total},
+        "error_band": band,
+        "error_basis": basis,
         "tokens_per_step": step.tokens,
         "tokens_per_second": step.tokens / seconds.total,
         "mfu": step.mfu(seconds.total, hardware),
@@ -184,6 +188,8 @@ def summary(planned: Record) -> str:
     mode = f" {model['tensor_mode']}" if model["tensor_mode"] != "1d" else ""
     zero = f", ZeRO {model['zero_stage']}" if model["zero_stage"] else ""
     devices = model["tensor"] * model["context"] * model["data"] * model["pipeline"]
+    band = planned["error_band"]
+    band = "not promised" if band is None else f"+-{100 * band:g} %"
     context = f"context-parallel {model['context']} by {model['cp_comm_type']}, "
     return (
         f"{model['kind']}, {planned['parameters']:,} parameters on "
@@ -196,6 +202,7 @@ def summary(planned: Record) -> str:
         f"{model['micro_batches']} micro-batches of {model['batch']} x {model['sequence']} tokens "
         f"in {model['precision']}: {planned['tokens_per_second']:,.0f} tokens/s, "
         f"MFU {100 * planned['mfu']:.1f} %\n"
+        f"error band {band} ({planned['error_basis']})\n"
         f"{held / 1e9:.2f} of {planned['memory_of_device_bytes'] / 1e9:.2f} GB of a device: "
         f"{'fits' if planned['fits'] else 'DOES NOT FIT'}"
     )

@@ -1,44 +1,68 @@
-"""Layouts of a model on a number of devices: which can work, which fit, which is fastest, and which
-is nearest to one that does not fit. torch is imported only where a layout is planned."""
+"""Layouts of a model on a number of devices: which can work, how their settings differ, and which
+is nearest to one that cannot work or does not fit. torch is imported only where one is planned."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from math import log2
 from typing import Any
 
+from megatron.config.parallel import EACH, ENDS, STAGES, VIRTUAL
 from megatron.config.pretrain import PretrainConfig
-from megatron.errors import UsageError, flag, switch
+from megatron.errors import UsageError, flag, spelling
 from tools.plan.hardware import Hardware
 
-GRANULARITIES = ("none", "selective", "full")
 MOST_SAMPLES = 64  # of a micro-batch that is tried
 MOST_DOUBLINGS = 10  # of the number of devices, if no layout fits
 # Settings that a search varies: (the config that has it, its name in a row).
 VARIED = {
+    STAGES: ("parallel", "pipeline"),
+    VIRTUAL: ("parallel", "virtual_stages"),
+    "pipeline_schedule": ("parallel", "schedule"),
     "tensor_model_parallel_size": ("parallel", "tensor"),
+    "tensor_parallel_mode": ("parallel", "tensor_mode"),
+    "tensor_parallel_depth": ("parallel", "tensor_depth"),
     "sequence_parallel": ("parallel", "sequence_parallel"),
+    "context_parallel_size": ("parallel", "context"),
+    "cp_comm_type": ("parallel", "cp_comm_type"),
+    "zero_stage": ("parallel", "zero_stage"),
     "micro_batch_size": ("training", "batch"),
     "recompute_granularity": ("model", "recompute"),
 }
+# Settings that it leaves at these values: others say the same, or balance stages by hand.
+PLAIN = {EACH: None, **dict.fromkeys(ENDS), "use_distributed_optimizer": False}
+PARTS = VARIED | {name: ("parallel", name) for name in PLAIN}
 SIZES = ("tensor_model_parallel_size", "micro_batch_size")  # that `nearest` doubles
+GRANULARITIES = ("none", "selective", "full")
 Row = dict[str, Any]
 
 
 def varied(config: PretrainConfig, **values: Any) -> PretrainConfig:
-    """The config with these values of VARIED."""
+    """The config with these values of PARTS."""
+    changes = defaultdict[str, Row](dict)
     for name, value in values.items():
-        part, _ = VARIED[name]
-        config = replace(config, **{part: replace(getattr(config, part), **{name: value})})
-    return config
+        changes[PARTS[name][0]][name] = value
+    parts = {part: replace(getattr(config, part), **each) for part, each in changes.items()}
+    return replace(config, **parts)
 
 
 def settings(config: PretrainConfig) -> Row:
-    """The config's values of VARIED, by setting."""
-    return {name: getattr(getattr(config, part), name) for name, (part, _) in VARIED.items()}
+    """The config's values of PARTS, by setting."""
+    return {name: getattr(getattr(config, part), name) for name, (part, _) in PARTS.items()}
+
+
+def flags(config: PretrainConfig, found: PretrainConfig, gpus: int) -> str:
+    """Flags that turn one config into another layout of the same training, after its own."""
+    old, new = settings(config), settings(found)
+    words = [spelling(name, value) for name, value in new.items() if value != old[name]]
+    batch = found.global_batch_size(gpus)
+    if varied(config, **new).global_batch_size(gpus) != batch:
+        words.append(("--global-batch-size", str(batch)))  # else it is a different training
+    return " ".join(word for each in words for word in each)
 
 
 def check(config: PretrainConfig, gpus: int) -> None:
@@ -72,49 +96,27 @@ def nearest(config: PretrainConfig, gpus: int) -> PretrainConfig | None:
     def distance(found: PretrainConfig) -> list[float]:
         return [abs(log2(settings(found)[each] / settings(config)[each])) for each in SIZES]
 
-    return min(layouts(config, gpus), key=distance, default=None)
+    return min(near(config, gpus), key=distance, default=None)
 
 
-def layouts(config: PretrainConfig, gpus: int) -> Iterator[PretrainConfig]:
-    """The same training in all layouts that can work. The global batch, the tensor-parallel mode,
-    the context-parallel ranks, the pipeline and the ZeRO stage stay the same."""
-    batches = {2**power for power in range(MOST_SAMPLES.bit_length())}
-    sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
-    for size, batch in product(sizes, sorted(batches | {config.training.micro_batch_size})):
-        cut = config.parallel.sequence_parallel and size > 1
+def near(config: PretrainConfig, gpus: int) -> Iterator[PretrainConfig]:
+    """The same training in all layouts that can work and that differ in SIZES alone."""
+    for own in product(divisors(gpus), batches(config)):
+        cut = config.parallel.sequence_parallel and own[0] > 1
         with suppress(UsageError):  # also for a size that the tensor-parallel mode cannot have
-            found = varied(config, tensor_model_parallel_size=size, micro_batch_size=batch)
-            found = varied(found, sequence_parallel=cut)
+            found = varied(config, sequence_parallel=cut, **dict(zip(SIZES, own, strict=True)))
             found.check(gpus)
             yield found
 
 
-def search(config: PretrainConfig, gpus: int, hardware: Hardware, precision: str) -> list[Row]:
-    """The layouts that fit, with and without sequence parallelism and recomputation, sorted by
-    tokens a second, most first. Each has the context-parallel ranks, the pipeline and
-    the ZeRO stage of the config."""
-    from tools.plan.timing import predict
-    from tools.plan.trace import Step
+def divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
 
-    rows = []
-    cuts = (False, True) if config.parallel.tensor_parallel_mode == "1d" else (False,)
-    for cut, granularity in product(cuts, GRANULARITIES):
-        kind = varied(config, sequence_parallel=cut, recompute_granularity=granularity)
-        for found in layouts(kind, gpus):
-            step = Step(found, gpus, precision, hardware.device)
-            if found.parallel.sequence_parallel != cut:
-                continue  # one tensor-parallel rank has nothing to cut
-            if any(sum(each.lasting.values()) > hardware.limit for each in step.stages):
-                continue  # many do not fit by their lasting memory, which needs no trace
-            memory = max(each.memory["total"] for each in step.stages)
-            if memory > hardware.limit:
-                continue
-            seconds = predict(step, hardware).total
-            row = {VARIED[setting][1]: value for setting, value in settings(found).items()}
-            row |= {"data": step.copies, "micro_batches": step.micro_batches, "seconds": seconds}
-            row |= {"tokens_per_second": step.tokens / seconds, "mfu": step.mfu(seconds, hardware)}
-            rows.append(row | {"memory_bytes": memory})
-    return sorted(rows, key=lambda row: -row["tokens_per_second"])
+
+def batches(config: PretrainConfig) -> list[int]:
+    """Micro-batch sizes that are tried."""
+    powers = {2**power for power in range(MOST_SAMPLES.bit_length())}
+    return sorted(powers | {config.training.micro_batch_size})
 
 
 def keeping_batch(config: PretrainConfig, gpus: int) -> PretrainConfig:
@@ -124,32 +126,26 @@ def keeping_batch(config: PretrainConfig, gpus: int) -> PretrainConfig:
 
 
 def smallest_change(
-    config: PretrainConfig, gpus: int, hardware: Hardware, precision: str, found: Sequence[Row]
+    config: PretrainConfig, gpus: int, hardware: Hardware, precision: str
 ) -> str | None:
-    """Flags that change to a layout that fits: the fewest, and of these the fastest. found: result
-    of a search on so many devices; if it is empty, twice as many are tried, and so on."""
-    more, kept = gpus, keeping_batch(config, gpus)
-    while not found and more < gpus * 2**MOST_DOUBLINGS:
-        more *= 2
-        found = search(kept, more, hardware, precision)
+    """Flags that change SIZES, sequence parallelism and recomputation so that the layout fits: the
+    fewest, and of these the fastest; on twice as many devices if no layout fits, and so on."""
+    from tools.plan.quick import QuickStep
+    from tools.plan.timing import predict
 
-    if not found:
-        return None
-
-    def changed(row: Row) -> list[str]:
-        new = {name: row[own] for name, (_, own) in VARIED.items()}
-        return [
-            switch(name, value) if isinstance(value, bool) else f"{flag(name)} {value}"
-            for name, value in new.items()
-            if value != settings(config)[name]
-        ]
-
-    row = min(found, key=lambda each: len(changed(each)))
-    flags = changed(row)
-    if more > gpus:
-        flags.append(f"--gpus {more}")
-    batch = kept.training.global_batch_size
-    changes = {name: row[own] for name, (_, own) in VARIED.items()}
-    if varied(config, **changes).global_batch_size(more) != batch:
-        flags.append(f"--global-batch-size {batch}")  # otherwise it is a different training
-    return " ".join(flags)
+    kept = keeping_batch(config, gpus)
+    cuts = (False, True) if config.parallel.tensor_parallel_mode == "1d" else (False,)
+    for more in (gpus * 2**power for power in range(MOST_DOUBLINGS + 1)):
+        found = list[tuple[int, float, str]]()
+        for cut, again in product(cuts, GRANULARITIES):
+            kind = varied(kept, sequence_parallel=cut, recompute_granularity=again)
+            for each in near(kind, more):
+                step = QuickStep(each, more, precision, hardware.device)
+                if each.parallel.sequence_parallel == cut and step.lacks(hardware.limit) <= 0:
+                    changed = settings(each).items() - settings(config).items()
+                    seconds = predict(step, hardware).total
+                    found.append((len(changed), seconds, flags(config, each, more)))
+        if found:
+            *_, words = min(found)
+            return words if more == gpus else f"{words} --gpus {more}".strip()
+    return None
