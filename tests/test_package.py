@@ -92,29 +92,51 @@ print(api.__file__, state.step, 3 < loss < 4, beside, {hasattr(api, name) for na
 """
 
 
+def installed(source: Path, folder: Path) -> tuple[set[str], Path, str]:
+    """The files of the wheel of source, which is installed alone in an environment; where they are,
+    and its Python. torch comes from this environment."""
+    run("-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--quiet", cwd=source)
+    (wheel,) = source.glob("*.whl")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    environment = folder / "environment"
+    venv.create(environment, symlinks=True)
+    python = str(environment / "bin" / "python")
+    options = "--no-deps", "--no-index", "--no-compile", "--quiet"
+    run("-m", "pip", "--python", python, "install", *options, str(wheel), cwd=folder)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    outer = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+    (packages / "outer.pth").write_text("\n".join(outer))  # but no .pth file in there is read
+    return names, packages, python
+
+
 def test_a_wheel_is_whole_and_trains_in_an_environment_of_its_own(tmp_path: Path) -> None:
-    """It holds all files of megatron/ and nothing else; torch comes from this environment."""
-    source, empty, environment = (tmp_path / name for name in ("source", "empty", "environment"))
+    """It holds all files of megatron/ and nothing else."""
+    source, empty = tmp_path / "source", tmp_path / "empty"
     for name in ("megatron", "tools", "tasks"):
         shutil.copytree(ROOT / name, source / name, ignore=lambda *_: ["__pycache__"])
     for name in ("LICENSE", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, source)
     files = {str(each.relative_to(source)) for each in source.glob("megatron/**/*.*")}
-    run("-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--quiet", cwd=source)
-    (wheel,) = source.glob("*.whl")
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    names, packages, python = installed(source, tmp_path)
     assert names == files > {"megatron/py.typed", "megatron/api.py", "megatron/api.pyi"}
-
     empty.mkdir()
-    venv.create(environment, symlinks=True)
-    python = environment / "bin" / "python"
-    options = "--no-deps", "--no-index", "--no-compile", "--quiet"
-    run("-m", "pip", "--python", str(python), "install", *options, str(wheel), cwd=empty)
-    (packages,) = environment.glob("lib/python*/site-packages")
-    outer = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
-    (packages / "outer.pth").write_text("\n".join(outer))  # but no .pth file in there is read
-    said = run("-c", ONE_STEP, cwd=empty, program=str(python))
+    said = run("-c", ONE_STEP, cwd=empty, program=python)
     assert said.split(maxsplit=1) == [str(packages / "megatron/api.py"), "1 True [] {True}\n"]
+
+
+def test_the_wheel_of_conformance_holds_a_trainer_to_its_figures(tmp_path: Path) -> None:
+    """It has the fixtures, and needs nothing of this repository."""
+    source, empty = tmp_path / "source", tmp_path / "empty"
+    shutil.copytree(ROOT / "conformance", source, ignore=lambda *_: ["__pycache__"])
+    files = {each for kind in ("py", "json", "safetensors") for each in source.rglob(f"*.{kind}")}
+    names, packages, python = installed(source, tmp_path)
+    assert names == {f"conformance/{each.relative_to(source)}" for each in files}
+    empty.mkdir()
+    words = "--adapter conformance.adapters.torch:Adapter --layout data=2 --model gpt2"
+    said = run("-m", "conformance.run", *words.split(), cwd=empty, program=python)
+    assert "gpt2: agreement" in said
+    found = run("-c", "import conformance; print(conformance.__file__)", cwd=empty, program=python)
+    assert found == f"{packages / 'conformance' / '__init__.py'}\n"
 
 
 def required(file: str) -> set[str]:

@@ -5,6 +5,7 @@ gradients are added (data). Models are plain modules; a linear layer each for qu
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -151,11 +152,13 @@ class Model(nn.Module):
             self.get_submodule(where).add_module(name, leaf(name, own, eps))
         self.load_state_dict(weights)
 
-    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Logits [b, s, v], and those of the next sentence [b, 2]."""
         at: Any = self
-        length = batch.input_ids.shape[1]
-        numbers, x, mask, rotary = torch.arange(length), at.words(batch.input_ids), None, None
+        numbers = torch.arange(input_ids.shape[1])
+        x, mask, rotary = at.words(input_ids), None, None
         if self.kind == "llama":
             half = self.head_size // 2
             speeds = self.theta ** (-torch.arange(half, dtype=torch.float64) / half)
@@ -163,8 +166,8 @@ class Model(nn.Module):
         else:
             x = x + at.positions(numbers)
         if self.kind == "bert":
-            x = at.first_norm(x + at.types(batch.token_type_ids))
-            mask = batch.attention_mask.bool()[:, None, None]
+            x = at.first_norm(x + at.types(token_type_ids))
+            mask = attention_mask.bool()[:, None, None]
         for layer in self.layers:
             x = layer(x, mask, rotary)
         if self.kind != "bert":
@@ -184,49 +187,65 @@ class Model(nn.Module):
         return logits
 
 
-class Adapter:
-    def __init__(self, fixture: Fixture, layout: Mapping[str, int], dtype: torch.dtype) -> None:
-        if unknown := layout.keys() - {"tensor", "data", "zero"}:
-            raise Refused(f"torch has no {min(unknown)} for these models, but tensor, data, zero")
-        zero, size = layout.get("zero", 0), ranks(layout)
-        if zero not in (0, 3):
-            raise Refused(f"zero={zero}: fully_shard is zero=3, and shards all state")
-        self.facts = facts = fixture.facts
-        config, tensor = facts["config"], layout.get("tensor", 1)
-        # Whole heads are a rank's, and a column layer's local output is taken for an equal part.
-        heads = ("n_head", "num_attention_heads", "num_key_value_heads")
-        for key in (*heads, "n_inner", "intermediate_size"):
-            if config.get(key, tensor) % tensor:
-                raise Refused(f"parallelize_module: tensor={tensor} cuts no {key} of {config[key]}")
-        if size > 1 and not dist.is_initialized():
-            dist.init_process_group("gloo")
-        self.table = TABLES[facts["model_type"]]
-        model = Model(facts, self.to_ours(fixture.weights())).to(dtype)
-        self.model: Any = model
-        self.sizes = (layout.get("data", 1), tensor)
-        self.data_rank, self.group = 0, None
-        if size > 1:
-            mesh = init_device_mesh("cpu", self.sizes, mesh_dim_names=("data", "tensor"))
-            self.data_rank, self.group = mesh.get_local_rank("data"), mesh.get_group("data")
-            if tensor > 1:
-                parallelize_module(model, mesh["tensor"], plan_of(model))
-            if zero:
-                for layer in model.layers:
-                    fully_shard(layer, mesh=mesh["data"])
-                fully_shard(model, mesh=mesh["data"])
-        self.is_sharded = bool(zero) and size > 1
-        decayed = dict.fromkeys(facts["optimizer"]["decayed"], torch.empty(3, 3))
-        self.make_optimizer([*self.to_ours(decayed)])
+class Base:
+    """Of the adapters of trainers that are given a module, and neither a loss nor batches.
 
-    def make_optimizer(self, decayed: Sequence[str]) -> None:
-        optimizer, named = self.facts["optimizer"], dict(self.model.named_parameters())
-        groups = [
-            {"params": [p for n, p in named.items() if (n in decayed) is decays], "weight_decay": w}
-            for decays, w in ((True, optimizer["weight_decay"]), (False, 0.0))
-        ]
-        settings = {"lr": optimizer["lr"], "betas": optimizer["betas"], "eps": optimizer["eps"]}
-        self.optimizer = torch.optim.AdamW(groups, **settings)
+    keys, stages: those of a layout that the trainer has. dtypes: those that it keeps throughout.
+    """
+
+    trainer: str
+    keys: tuple[str, ...] = ("data", "zero")
+    stages: tuple[int, ...] = (0,)
+    dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32)
+    model: Any
+    optimizer: Any
+
+    def __init__(self, fixture: Fixture, layout: Mapping[str, int], dtype: torch.dtype) -> None:
+        self.facts = fixture.facts
+        self.zero, self.ranks = layout.get("zero", 0), ranks(layout)
+        self.sizes = layout.get("data", 1), layout.get("tensor", 1)
+        self.table = TABLES[self.facts["model_type"]]
+        self.check(layout, dtype)
+        if self.ranks > 1 and not dist.is_initialized():
+            dist.init_process_group("gloo")
+        self.data_rank = dist.get_rank() // self.sizes[1] if self.ranks > 1 else 0
+        self.group: Any = None  # data ranks of the same shards
+        self.scale = self.sizes[0]  # of a loss, where the trainer divides gradients by data ranks
+        self.accumulated = len(fixture.batches()[0])  # micro-batches of a step
         self.recorded: dict[str, Tensor] = {}
+        self.model = self.build(fixture, dtype)
+        self.prepare()
+
+    def check(self, layout: Mapping[str, int], dtype: torch.dtype) -> None:
+        """Raises Refused for what the trainer has not, before ranks join."""
+        if unknown := layout.keys() - set(self.keys):
+            known = ", ".join(self.keys)
+            raise Refused(f"{self.trainer} has no {min(unknown)} for these models, but {known}")
+        if self.zero not in self.stages:
+            known = ", ".join(map(str, self.stages))
+            raise Refused(f"{self.trainer} has no zero={self.zero} here, but {known}")
+        if dtype not in self.dtypes:
+            raise Refused(f"{self.trainer} computes parts in fp32: --dtype float32")
+
+    def build(self, fixture: Fixture, dtype: torch.dtype) -> Any:
+        return Model(self.facts, self.to_ours(fixture.weights())).to(dtype)
+
+    def prepare(self) -> None:
+        """Hands the model to the trainer, and makes the optimizer."""
+        raise NotImplementedError
+
+    def adamw(self) -> torch.optim.Optimizer:
+        optimizer = self.facts["optimizer"]
+        decayed = self.to_ours(dict.fromkeys(optimizer["decayed"], torch.empty(3, 3)))
+        groups = [
+            {"params": [p for n, p in self.parameters() if (n in decayed) is decays], **other}
+            for decays, other in ((True, {}), (False, {"weight_decay": 0.0}))
+        ]
+        settings = {key: optimizer[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        return torch.optim.AdamW(groups, **settings)
+
+    def parameters(self) -> list[tuple[str, Any]]:
+        return [(n.removeprefix("module."), p) for n, p in self.model.named_parameters()]
 
     def to_ours(self, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights by the names here; linear layers of GPT-2 are [in, out] there."""
@@ -264,49 +283,95 @@ class Adapter:
 
     def outputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Logits [b, s, v], and those of the next sentence [b, 2]."""
-        result: tuple[Tensor, Tensor | None] = self.model(batch)
-        return result
+        return self.model(batch.input_ids, batch.attention_mask, batch.token_type_ids)
+
+    def term(self, own: MicroBatch, tokens: int, samples: int) -> Tensor:
+        """What this rank's samples add to the loss of a global batch with so many of both."""
+        logits, order = self.outputs(own)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = F.cross_entropy(
+            logits.flatten(0, 1), own.labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        loss = loss / tokens
+        if order is not None and own.next_sentence_label is not None:
+            of_order = F.cross_entropy(order, own.next_sentence_label, reduction="sum")
+            loss = loss + of_order / samples
+        return loss
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
         self.optimizer.zero_grad()
         tokens = sum(int((each.labels != IGNORED).sum()) for each in micro_batches)
         samples = sum(len(each.input_ids) for each in micro_batches)
         total = torch.zeros((), dtype=torch.float64)
-        for each in micro_batches:
-            own = each.share(self.data_rank, self.sizes[0])
-            logits, order = self.outputs(own)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            loss = F.cross_entropy(
-                logits.flatten(0, 1), own.labels.flatten(), ignore_index=IGNORED, reduction="sum"
-            )
-            loss = loss / tokens
-            if order is not None and own.next_sentence_label is not None:
-                of_order = F.cross_entropy(order, own.next_sentence_label, reduction="sum")
-                loss = loss + of_order / samples
-            # fully_shard divides gradients by the ranks that share the data.
-            (loss * (self.sizes[0] if self.is_sharded else 1)).backward()
+        for number, each in enumerate(micro_batches, 1):
+            with self.accumulating(number < len(micro_batches)):
+                loss = self.term(each.share(self.data_rank, self.sizes[0]), tokens, samples)
+                self.backward(loss * self.scale)
             total += loss.detach()
-        parameters = dict(self.model.named_parameters())
-        if self.group is not None:
+        if self.sizes[0] > 1:
             dist.all_reduce(total, group=self.group)
-            for each in parameters.values() if not self.is_sharded else ():
-                grad: Any = each.grad
-                local = grad.to_local() if isinstance(grad, DTensor) else grad
-                dist.all_reduce(local, group=self.group)
-        gradients = {name: each.grad for name, each in parameters.items()}
-        self.recorded = {name: each.clone() for name, each in gradients.items()}
-        norm = total_norm(gradients.values())
-        scale = min(1.0, self.facts["optimizer"]["clip"] / (norm + 1e-6))
-        for each in gradients.values():
-            each.mul_(scale)
+        return float(total), self.update()
+
+    def accumulating(self, more: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of a micro-batch; more: others of the step follow."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def update(self) -> float:
+        """Clips and updates; the norm before."""
+        self.recorded = {name: each.grad.clone() for name, each in self.parameters()}
+        norm = float(self.clip(self.facts["optimizer"]["clip"]))
         self.optimizer.step()
-        return float(total), norm
+        return norm
+
+    def clip(self, most: float) -> float:
+        gradients = [each.grad for _, each in self.parameters()]
+        norm = total_norm(gradients)
+        for each in gradients:
+            each.mul_(min(1.0, most / (norm + 1e-6)))
+        return norm
 
     def gradients(self) -> Mapping[str, Tensor]:
         return self.to_theirs(self.recorded)
 
     def weights(self) -> Mapping[str, Tensor]:
-        return self.to_theirs(dict(self.model.named_parameters()))
+        return self.to_theirs(dict(self.parameters()))
+
+
+class Adapter(Base):
+    trainer = "torch"
+    keys = ("tensor", "data", "zero")
+    stages = (0, 3)
+
+    def check(self, layout: Mapping[str, int], dtype: torch.dtype) -> None:
+        super().check(layout, dtype)
+        # Whole heads are a rank's, and a column layer's local output is taken for an equal part.
+        config, tensor = self.facts["config"], self.sizes[1]
+        heads = ("n_head", "num_attention_heads", "num_key_value_heads")
+        for key in (*heads, "n_inner", "intermediate_size"):
+            if config.get(key, tensor) % tensor:
+                raise Refused(f"parallelize_module: tensor={tensor} cuts no {key} of {config[key]}")
+
+    def prepare(self) -> None:
+        if self.ranks > 1:
+            mesh = init_device_mesh("cpu", self.sizes, mesh_dim_names=("data", "tensor"))
+            self.group = mesh.get_group("data")
+            if self.sizes[1] > 1:
+                parallelize_module(self.model, mesh["tensor"], plan_of(self.model))
+            if self.zero:
+                for module in (*self.model.layers, self.model):
+                    fully_shard(module, mesh=mesh["data"])
+        self.scale = self.sizes[0] if self.zero else 1
+        self.optimizer = self.adamw()
+
+    def update(self) -> float:
+        if self.sizes[0] > 1 and not self.zero:
+            for _, each in self.parameters():
+                local = each.grad.to_local() if isinstance(each.grad, DTensor) else each.grad
+                dist.all_reduce(local, group=self.group)
+        return super().update()
 
     def save(self, folder: Any) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)

@@ -1,6 +1,7 @@
 """The adapters of this project, of torch and of transformers give the exact figures, divided among
 the ranks."""
 
+import os
 import tempfile
 from pathlib import Path
 from pkgutil import resolve_name
@@ -20,6 +21,7 @@ from tests.dist import Pool
 
 OURS, TORCH = "conformance.adapters.megatron:Adapter", "conformance.adapters.torch:Adapter"
 TRANSFORMERS = "conformance.adapters.transformers:Adapter"
+FORCED, TRAINER = "conformance.adapters.accelerate:Forced", "conformance.adapters.trainer:Adapter"
 Row = tuple[str, str, str, str]  # adapter, model, layout, dtype
 ROWS: list[Row] = [
     (OURS, "gpt2", "tensor=1", "float32"),
@@ -41,6 +43,10 @@ RESUMED = [  # adapter, model, layout of the first steps and of the others
     (OURS, "gpt2", "data=2,zero=3", "pipeline=2"),
     (TORCH, "gpt2", "data=2,zero=3", "tensor=2"),
 ]
+SINGLE: list[Row] = [  # they keep their state in classes and in the environment
+    (FORCED, "bert", "data=2,zero=3", "float64"),
+    (TRAINER, "gpt2", "data=2", "float32"),
+]
 REFUSED: list[Row] = [
     (OURS, "gpt2", "tensor=8", "float64"),  # 4 heads
     (OURS, "gpt2", "pipeline=2,data=2,zero=2", "float64"),
@@ -49,6 +55,10 @@ REFUSED: list[Row] = [
     (TORCH, "llama", "tensor=3", "float64"),  # 64 columns of the MLP
     (TORCH, "gpt2", "pipeline=2", "float64"),
     (TORCH, "gpt2", "data=2,zero=1", "float64"),
+    (TRANSFORMERS, "llama", "data=2,zero=3", "float64"),  # it has fp32 inside
+    (TRANSFORMERS, "gpt2", "data=2", "float32"),
+    (FORCED, "gpt2", "tensor=2", "float64"),
+    (TRAINER, "gpt2", "data=2", "float64"),
 ]
 
 
@@ -80,6 +90,20 @@ def run_rows(rows: list[Row]) -> list[str]:
     return result
 
 
+def run_single(row: Row) -> list[str]:
+    """A row of SINGLE, for which the process looks as torchrun starts it."""
+    from accelerate.state import AcceleratorState
+
+    rank, before = str(dist.get_rank()), dict(os.environ)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(dist.get_world_size()))
+    try:
+        return run_rows([row])
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def run_resumed(folder: str) -> list[str]:
     result = []
     for number, (adapter, model, *layouts) in enumerate(RESUMED):
@@ -107,6 +131,11 @@ def test_layouts(gloo: Pool, size: int) -> None:
     rows = [row for row in ROWS if ranks(layout_of(row[2])) == size]
     assert rows
     assert gloo.run(size, run_rows, rows)[0] == []
+
+
+@pytest.mark.parametrize("row", SINGLE, ids=str)
+def test_trainers_that_are_here(gloo: Pool, row: Row) -> None:
+    assert gloo.run(2, run_single, row)[0] == []
 
 
 def test_names_of_tensor_parallel_modes() -> None:
