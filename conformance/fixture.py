@@ -86,6 +86,15 @@ class Figures:
         self.gradients |= later.gradients
         self.weights |= later.weights
 
+    def signature(self, first: Mapping[str, Tensor]) -> list[float]:
+        """Numbers by which a fault is known: losses, grad_norms, then by parameter in the order of
+        names the norm of its gradient, and of what all steps added to its first weights."""
+        numbers = [*self.losses, *self.grad_norms]
+        for name in sorted(first):
+            moved = self.weights[STEPS][name].double() - first[name]
+            numbers += [float(self.gradients[name].double().norm()), float(moved.norm())]
+        return numbers
+
 
 @dataclass(frozen=True)
 class Fixture:

@@ -28,7 +28,6 @@ from conformance.compare import norm_of
 from conformance.faults import FAULTS
 from conformance.fixture import FOLDER, IGNORED, NAMES, STEPS, Fixture, MicroBatch, write_figures
 from conformance.plain import Trainer, train
-from conformance.signature import signature
 
 HIDDEN, LAYERS, INNER, VOCABULARY, LENGTH = 24, 4, 96, 101, 16
 SAMPLES = 4  # of a micro-batch
@@ -244,7 +243,7 @@ def make(kind: str, folder: Path) -> None:
     }
     facts["faults"] = {
         name: {
-            str(ranks): signature(train(fixture, fault=fault, ranks=ranks), weights)
+            str(ranks): train(fixture, fault=fault, ranks=ranks).signature(weights)
             for ranks in fault.among
         }
         for name, fault in FAULTS.items()

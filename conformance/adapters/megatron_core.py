@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -56,6 +56,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # n
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_block import (  # noqa: E402
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 
 # {module there: the modules of the adapter of torch that it fuses}
 LAYER = {
@@ -72,6 +76,17 @@ OUTER = {
     "decoder.final_layernorm": "final_norm",
     "output_layer": "head",
 }
+
+
+class Norm:
+    """torch's, for sequence parallelism: Megatron-Core takes that of Apex or Transformer Engine."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
+        made = kind(hidden_size, eps=eps)
+        for each in made.parameters():
+            each.sequence_parallel = True  # type: ignore[attr-defined]
+        return made
 
 
 class Adapter(Base):
@@ -124,10 +139,15 @@ class Adapter(Base):
             calculate_per_token_loss=True,
             finalize_model_grads_func=finalize_model_grads,
         )
+        layer: Any = get_gpt_layer_local_spec(normalization=config.normalization)
+        if config.sequence_parallel:
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+            layers = [layer] * get_num_layers_to_build(config)
+            layer = TransformerBlockSubmodules(layers, layer_norm=Norm)
         self.vocabulary = c["vocab_size"]
         self.core = GPTModel(
             config,
-            get_gpt_layer_local_spec(normalization=config.normalization),
+            layer,
             vocab_size=self.vocabulary + -self.vocabulary % tensor,
             max_sequence_length=c.get("n_positions") or c["max_position_embeddings"],
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -139,7 +159,7 @@ class Adapter(Base):
         wholes = self.to_core(self.to_ours(fixture.weights()))
         for name, parameter in self.core.named_parameters():
             whole = wholes[self.global_name(name)]
-            if parameter.tensor_model_parallel and tensor > 1:
+            if getattr(parameter, "tensor_model_parallel", False) and tensor > 1:
                 short = parameter.shape[0] * tensor - len(whole) if is_vocabulary(name) else 0
                 whole = torch.cat([whole, whole.new_zeros(short, *whole.shape[1:])])
                 rank = parallel_state.get_tensor_model_parallel_rank()
@@ -236,7 +256,7 @@ class Adapter(Base):
         group, wholes = parallel_state.get_tensor_model_parallel_group(), {}
         for name, parameter in self.core.named_parameters():
             tensor = own[name].detach()
-            if parameter.tensor_model_parallel and self.sizes[1] > 1:
+            if getattr(parameter, "tensor_model_parallel", False) and self.sizes[1] > 1:
                 parts = [torch.empty_like(tensor) for _ in range(self.sizes[1])]
                 dist.all_gather(parts, tensor.contiguous(), group=group)
                 tensor = torch.cat(parts, parameter.partition_dim)

@@ -31,7 +31,6 @@ from conformance.fixture import (
     read_fixture,
 )
 from conformance.make import make
-from conformance.signature import signature
 
 # transformers has fp32 inside Llama's norms and rotary tables.
 TOLERANCE = {"gpt2": 1e-10, "llama": 1e-5, "bert": 1e-10}
@@ -163,7 +162,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("name", NAMES)
 def test_each_fault_is_seen_and_none_looks_like_another(name: str) -> None:
     fixture, expected = read(name)
-    exact = torch.tensor(signature(expected, fixture.weights()), dtype=torch.float64)
+    exact = torch.tensor(expected.signature(fixture.weights()), dtype=torch.float64)
     known = fixture.facts["faults"]
     assert set(known) == {key for key, fault in FAULTS.items() if name in fault.models}
     assert all(set(known[key]) == set(map(str, FAULTS[key].among)) for key in known)

@@ -23,7 +23,6 @@ from conformance.compare import differences, division, divisors, largest, neares
 from conformance.faults import FAULTS
 from conformance.fixture import NAMES, STEPS, Figures, ranks, read_fixture
 from conformance.plain import train
-from conformance.signature import signature
 from tests.conformance import trainers
 from tests.dist import Pool
 
@@ -74,7 +73,7 @@ def test_a_known_fault_is_named(number: int, name: str) -> None:
     between = fault.among[number % len(fault.among)]
     figures = train(fixture, fault=fault, ranks=between)
     known = fixture.facts["faults"][name][str(between)]
-    assert signature(figures, fixture.weights()) == pytest.approx(known, rel=1e-9, abs=1e-18)
+    assert figures.signature(fixture.weights()) == pytest.approx(known, rel=1e-9, abs=1e-18)
     for tensors in (figures.gradients, *figures.weights.values()):
         tensors |= {key: each.float() for key, each in tensors.items()}
     result = judged(figures, f"--layout data={between} --dtype float32", fixture.name)
