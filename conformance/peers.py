@@ -74,6 +74,7 @@ ROWS = (
     Row("accelerate", "accelerate, forced", "accelerate:Forced", "data=2,zero=3"),
     *(Row("deepspeed", "DeepSpeed", "deepspeed:Adapter", f"data=2,zero={n}", FP32) for n in "123"),
     Row("lightning", "Lightning Fabric", "lightning:Adapter", "data=2"),
+    Row("lightning", "Lightning Fabric, default fp64", "lightning:Double", "data=2"),
     Row("lightning", "Lightning Fabric", "lightning:Adapter", "data=2,zero=3"),
     *(
         Row("megatron-core", f"Megatron-Core{words}", f"megatron_core:{name}", layout, FP32)

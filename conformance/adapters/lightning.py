@@ -37,3 +37,11 @@ class Adapter(Base):
 
     def clip(self, most: float) -> float:
         return float(self.fabric.clip_gradients(self.model, self.optimizer, max_norm=most))
+
+
+class Double(Adapter):
+    """As it should be in fp64: Fabric rounds a model's outputs to torch's default dtype."""
+
+    def prepare(self) -> None:
+        torch.set_default_dtype(torch.float64)
+        super().prepare()

@@ -76,6 +76,7 @@ OUTER = {
     "decoder.final_layernorm": "final_norm",
     "output_layer": "head",
 }
+TIED = "embedding.word_embeddings.weight"
 
 
 class Norm:
@@ -158,7 +159,8 @@ class Adapter(Base):
         )
         wholes = self.to_core(self.to_ours(fixture.weights()))
         for name, parameter in self.core.named_parameters():
-            whole = wholes[self.global_name(name)]
+            there = self.global_name(name)
+            whole = wholes[there if there in wholes else TIED]
             if getattr(parameter, "tensor_model_parallel", False) and tensor > 1:
                 short = parameter.shape[0] * tensor - len(whole) if is_vocabulary(name) else 0
                 whole = torch.cat([whole, whole.new_zeros(short, *whole.shape[1:])])
@@ -265,15 +267,19 @@ class Adapter(Base):
             )
         stages: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(stages, wholes)
-        return self.to_theirs(self.from_core(dict(chain.from_iterable(map(dict.items, stages)))))
+        found = dict(chain.from_iterable(each.items() for each in stages))
+        lost = {}
+        if "head" not in self.table:  # another stage has a copy of the tied weight
+            copy, own_weight = found.pop("output_layer.weight", None), found[TIED]
+            lost = {} if copy is None or copy.equal(own_weight) else {"lm_head.weight": copy}
+        return self.to_theirs(self.from_core(found)) | lost
 
     def global_name(self, name: str) -> str:
-        """By the layer's number in the model, not in the stage; a tied weight is the embedding."""
-        if "layers." in name:
-            first, number, rest = re.split(r"(?<=layers\.)(\d+)", name)
-            return f"{first}{self.core.decoder.layers[int(number)].layer_number - 1}{rest}"
-        is_tied = name == "output_layer.weight" and "head" not in self.table
-        return "embedding.word_embeddings.weight" if is_tied else name
+        """By the layer's number in the model, not in the stage."""
+        if "layers." not in name:
+            return name
+        first, number, rest = re.split(r"(?<=layers\.)(\d+)", name)
+        return f"{first}{self.core.decoder.layers[int(number)].layer_number - 1}{rest}"
 
     def to_core(self, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Heads of a group are side by side: its queries, its key, its value."""

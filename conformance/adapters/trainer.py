@@ -68,9 +68,16 @@ class Adapter(Base):
             for row in range(len(each.input_ids))
         ]
         self.run.train()
-        self.optimizer = self.run.optimizer
         last = self.run.state.log_history[0]
         return last["loss"], last["grad_norm"]
+
+    def local_tensors(self) -> dict[str, list[Tensor]]:
+        states = self.run.optimizer.state.values()
+        return {
+            "parameters": [each for _, each in self.parameters()],
+            "gradients": list(self.recorded.values()),  # train() frees them
+            "optimizer": [t for state in states for t in state.values() if torch.is_tensor(t)],
+        }
 
     def to_ours(self, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(theirs)
