@@ -115,10 +115,10 @@ def make(folder: Path, requirements: Sequence[str], packages: Path | None) -> st
     return ""
 
 
-def run(row: Row, python: Path, file: Path, lack: str) -> None:
+def run(row: Row, python: Path, file: Path, timeout: float, lack: str) -> None:
     """Leaves a record in any case. lack: why the row cannot start."""
     file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "conformance.run", *row.arguments]
+    command = [sys.executable, "-m", "conformance.run", *row.arguments, "--timeout", str(timeout)]
     if not lack:
         ended = subprocess.run(
             [*command, "--python", str(python), "--json", str(file)],
@@ -198,6 +198,7 @@ def main() -> int:
     add("--environments", type=Path, required=True, metavar="FOLDER", help="one for each peer")
     add("--output", type=Path, required=True, metavar="FOLDER", help="one record for each row")
     add("--only", nargs="+", choices=list(PEERS), default=list(PEERS), help="by default all")
+    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="of each start of ranks")
     add("--torch", type=Path, metavar="PACKAGES", help="a folder that has torch")
     options = parser.parse_args()
     if options.torch and not (options.torch / "torch" / "__init__.py").is_file():
@@ -209,8 +210,8 @@ def main() -> int:
         lacks[peer] = make(folder, [*TORCH, *PEERS[peer]], options.torch)
         for row in ROWS:
             if row.peer == peer:
-                python = folder / "bin" / "python"
-                run(row, python, options.output.absolute() / f"{row.name}.json", lacks[peer])
+                file = options.output.absolute() / f"{row.name}.json"
+                run(row, folder / "bin" / "python", file, options.timeout, lacks[peer])
     print(table(options.output))
     return 2 if any(lacks.values()) else 0
 

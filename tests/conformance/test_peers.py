@@ -47,7 +47,7 @@ def test_an_environment_that_cannot_be_made_is_the_reason_of_its_rows(
     assert (own / "torch.pth").read_text() == f"{tmp_path}\n"
     row = peers.ROWS[0]
     file = tmp_path / f"{row.name}.json"
-    peers.run(row, environment / "bin" / "python", file, lack)
+    peers.run(row, environment / "bin" / "python", file, 300, lack)
     said = peers.table(tmp_path).splitlines()
     assert lack in said[0]
     assert said[0].count("|") == 9
@@ -57,7 +57,7 @@ def test_an_environment_that_cannot_be_made_is_the_reason_of_its_rows(
 def test_a_row_without_a_record_keeps_what_was_said(tmp_path: Path) -> None:
     row = peers.ROWS[0]._replace(layout="tensor=0")
     file = tmp_path / "row.json"
-    peers.run(row, Path("python"), file, "")
+    peers.run(row, Path("python"), file, 300, "")
     assert "tensor has no ranks" in json.loads(file.read_text())["models"]["bert"]["reason"]
 
 
