@@ -96,6 +96,7 @@ def run_single(row: Row) -> list[str]:
 
     rank, before = str(dist.get_rank()), dict(os.environ)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(dist.get_world_size()))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # read, and not used
     try:
         return run_rows([row])
     finally:

@@ -50,7 +50,7 @@ def test_an_environment_that_cannot_be_made_is_the_reason_of_its_rows(
     peers.run(row, environment / "bin" / "python", file, 300, lack)
     said = peers.table(tmp_path).splitlines()
     assert lack in said[0]
-    assert said[0].count("|") == 9
+    assert said[0].count("|") == 10
     assert said[-1].split()[2:] == ["conformance.run", *row.arguments]
 
 
