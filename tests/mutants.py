@@ -858,6 +858,22 @@ half-a-layout-is-a-layout
 memory-of-two-names-counts-twice
 - parts[where] = number
 + parts[len(parts), where] = number
+@ conformance/adapters/accelerate.py | conformance/test_adapters::test_trainers
+divided-by-micro-batches-again
+- self.scale = self.sizes[0] * self.accumulated
++ self.scale = self.sizes[0]
+@ conformance/adapters/trainer.py | conformance/test_adapters::test_trainers
+labels-shifted-twice
+- batch.labels.roll(1, 1)
++ batch.labels.clone()
+@ conformance/peers.py | conformance/test_peers::test_an_environment
+reason-of-a-row-lost
+- "reason": lack,
++ "reason": "",
+@ conformance/pyproject.toml | test_package::test_the_wheel_of_conformance
+wheel-without-fixtures
+- ["fixtures/v1/*/*"]
++ []
 @ tools/layouts/activations.py | tools/test_compare_runs::test_settings_of_the_model
 compared-with-dropout
 - return model.eval()

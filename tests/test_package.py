@@ -127,7 +127,8 @@ def test_a_wheel_is_whole_and_trains_in_an_environment_of_its_own(tmp_path: Path
 def test_the_wheel_of_conformance_holds_a_trainer_to_its_figures(tmp_path: Path) -> None:
     """It has the fixtures, and needs nothing of this repository."""
     source, empty = tmp_path / "source", tmp_path / "empty"
-    shutil.copytree(ROOT / "conformance", source, ignore=lambda *_: ["__pycache__"])
+    built = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
+    shutil.copytree(ROOT / "conformance", source, ignore=built)
     files = {each for kind in ("py", "json", "safetensors") for each in source.rglob(f"*.{kind}")}
     names, packages, python = installed(source, tmp_path)
     assert names == {f"conformance/{each.relative_to(source)}" for each in files}
