@@ -188,7 +188,7 @@ class Model(nn.Module):
 
 
 class Base:
-    """Of the adapters of trainers that are given a module, and neither a loss nor batches.
+    """What adapters share whose trainers are given a module, and neither a loss nor batches.
 
     keys, stages: those of a layout that the trainer has. dtypes: those that it keeps throughout.
     """
