@@ -133,8 +133,9 @@ def test_the_wheel_of_conformance_holds_a_trainer_to_its_figures(tmp_path: Path)
     names, packages, python = installed(source, tmp_path)
     assert names == {f"conformance/{each.relative_to(source)}" for each in files}
     empty.mkdir()
-    words = "--adapter conformance.adapters.torch:Adapter --layout data=2 --timeout 1800".split()
-    said = run("-m", "conformance.run", *words, "--model", "gpt2", cwd=empty, program=python)
+    words = "--adapter conformance.adapters.torch:Adapter --layout data=2 --model gpt2"
+    patience = "--timeout", "1800"
+    said = run("-m", "conformance.run", *words.split(), *patience, cwd=empty, program=python)
     assert "gpt2: agreement" in said
     found = run("-c", "import conformance; print(conformance.__file__)", cwd=empty, program=python)
     assert found == f"{packages / 'conformance' / '__init__.py'}\n"
