@@ -1110,11 +1110,11 @@ ties-count-as-pairs
 + if a != b:
 @ tools/plan/fastest.py | tools/plan/test_search
 a-search-stops-too-early
-- if SAFE * bound > self._slowest_of_best:
-+ if 2 * bound > self._slowest_of_best:
+- while queue and SAFE * queue[0].seconds <= self._slowest_of_best:
++ while queue and 2 * queue[0].seconds <= self._slowest_of_best:
 ranks-keep-what-all-stages-keep
-- layers = min(number, stages) * (step.layers // stages)
-+ layers = 2 * stages * step.layers
+- kept *= min(number, stages) * (layers // stages)
++ kept *= 4 * number * layers
 a-neighbour-loses-by-any-part
 - part = max(losses, key=lambda each: losses[each])
 + part = min(losses, key=lambda each: losses[each])

@@ -1,28 +1,25 @@
 """The fastest layouts of a model on a number of devices, and why others are slower.
 
-All layouts are tried: pipelines and their schedules, tensor parallelism and its modes, context
-parallelism, ZeRO, micro-batches and recomputation; data parallelism takes the other devices. Few of
-them are planned, the most promising first. The others are left out by lower bounds, which cost less
-than a plan: they do not fit, or cannot be among the best.
+All layouts are tried (layouts.py). Few of them are planned, the most promising first. The others
+are left out by lower bounds, which cost less than a plan: they do not fit, or cannot be among the
+best.
 
     seconds    of the FLOPs, at the share of the peak that matmuls attain, and the bubble; then of
                a traced layer, of a kind that is cut less: one that is cut n times as often takes at
                least 1/n of its time, and sends as much over the tensor axis; then of the layer
                itself, from traces of one and of two samples; then of all but embedding and head
     memory     weights, gradients and the optimizer's state; then also what layers keep
-
-gpipe is left out: it idles as 1f1b does, and keeps more.
 """
 
 from __future__ import annotations
 
 import sys
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache, cached_property, reduce
 from heapq import heapify, heappop, heappush
-from itertools import chain, product
-from math import inf, isqrt, prod
+from itertools import chain
+from math import inf, prod
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -31,31 +28,13 @@ from tqdm import tqdm
 from megatron.config.parallel import STAGES, VIRTUAL
 from megatron.config.pretrain import PretrainConfig
 from megatron.errors import UsageError, spelling
-from megatron.parallel.schedules import KINDS
 from tools.layouts.work import Work
 from tools.plan.hardware import Hardware
+from tools.plan.layouts import Candidate, Layouts
 from tools.plan.micro_batch import Trace
-from tools.plan.quick import (
-    LayersStep,
-    QuickModel,
-    QuickStep,
-    at_samples,
-    idle_share,
-    layer_trace,
-    rings_of,
-)
+from tools.plan.quick import LayersStep, QuickModel, QuickStep, at_samples, layer_trace, rings_of
 from tools.plan.record import table
-from tools.plan.search import (
-    PLAIN,
-    VARIED,
-    Row,
-    batches,
-    divisors,
-    flags,
-    keeping_batch,
-    settings,
-    varied,
-)
+from tools.plan.search import VARIED, Row, flags, settings, varied
 from tools.plan.software import error_band
 from tools.plan.timing import Seconds, call_seconds, matmul_seconds, predict
 from tools.plan.trace import WIDE
@@ -75,29 +54,6 @@ LOSSES = {  # what a layout may lose by, by the parts of its time
     "offload": "copies to the host",
     "host": "the host",
 }
-
-
-class Candidate(NamedTuple):
-    """A layout, or several that differ in the stage of ZeRO. kind: a number of Search.kinds.
-    replicas: ranks with the same weights."""
-
-    kind: int
-    pipeline: int
-    virtual: int | None
-    schedule: str | None
-    batch: int
-    micro_batches: int
-    replicas: int
-
-    @property
-    def zero_stages(self) -> range:
-        return range(1 if self.replicas == 1 else 2 if self.pipeline > 1 else 4)
-
-    @property
-    def idle(self) -> float:
-        """Least idle share; that of a schedule of one's own is not known."""
-        kind, virtual = self.schedule or "1f1b", self.virtual or 1
-        return idle_share(kind, self.pipeline, self.micro_batches, virtual) * (kind in KINDS)
 
 
 class LayoutPlan(NamedTuple):
@@ -120,24 +76,17 @@ class Entry(NamedTuple):
     config: PretrainConfig | None = None
 
 
-class Search:
-    """given: its global batch is kept. most: how many of the best layouts are wanted."""
+class Search(Layouts):
+    """Plans layouts. most: how many of the best layouts are wanted."""
 
     def __init__(
         self, given: PretrainConfig, gpus: int, hardware: Hardware, precision: str, most: int
     ) -> None:
-        self.given, self.gpus, self.hardware, self.precision = given, gpus, hardware, precision
-        self.most, self.is_staged = most, False  # whether the model can have stages
-        self.config = varied(keeping_batch(given, gpus), **PLAIN)
-        self.batch = self.config.global_batch_size(gpus)
-        self.kinds = list[PretrainConfig]()
-        """Ways to divide a layer and to recompute it; each a config with one stage."""
-        self.wider = list[list[int]]()
-        """By kind: kinds that are cut less."""
-        self.counts = dict.fromkeys(("tried", "planned", "refused", "not_fitting", "pruned"), 0)
-        """Layouts. refused: by a rule of the settings. pruned: they cannot be among the best."""
+        super().__init__(given, gpus)
+        self.hardware, self.precision, self.most = hardware, precision, most
         self.found, self.times = list[LayoutPlan](), list[float]()  # the times sorted
         self.trace, self.work = cache(self._trace), cache(self._work)
+        self.matmuls = cache(self._matmuls)
         self.layer, self.exact, self.rough = map(cache, (self._layer, self._exact, self._rough))
 
     def run(self) -> list[LayoutPlan]:
@@ -219,98 +168,6 @@ class Search:
         memory = max(each.memory["total"] for each in step.unlike)
         return LayoutPlan(config, step, predict(step, self.hardware), memory)
 
-    def candidates(self) -> Iterator[Candidate]:
-        """Those that divide devices, layers and the global batch."""
-        samples, depth = batches(self.given), self.config.model.num_layers
-        for kind in self._kinds():
-            number, parallel = len(self.kinds), kind.parallel
-            self.kinds.append(kind)
-            each = parallel.context_parallel_size * parallel.tensor_parallel_depth
-            ranks, readers = prod(parallel.sizes.values()), parallel.batch_parallel_size(self.gpus)
-            for stages in divisors(self.gpus // ranks):
-                replicas = self.gpus // ranks // stages * each
-                parts = {size: divmod(self.batch * stages, size * readers) for size in samples}
-                found = [
-                    Candidate(number, stages, *way, size, parts[size][0], replicas)
-                    for way, size in product(self._schedules(kind, stages), samples)
-                ]
-                fitting = [size for size in samples if not parts[size][1]]
-                accepted = fitting if stages <= depth and self._takes(kind, stages, fitting) else []
-                for candidate in found:
-                    several = len(candidate.zero_stages)
-                    self.counts["tried"] += several
-                    if candidate.batch in accepted:
-                        yield candidate
-                    else:
-                        self.counts["refused"] += several
-
-    def _kinds(self) -> Iterator[PretrainConfig]:
-        config, gpus = self.config, self.gpus
-        plain = dict.fromkeys((VIRTUAL, "pipeline_schedule")) | {"zero_stage": 0}
-        one_stage = varied(config, **plain, **{STAGES: 1, "micro_batch_size": 1})
-        sides = range(2, isqrt(gpus) + 1)
-        grids = [("1d", size, 1) for size in divisors(gpus)]
-        if config.model.has_grids:
-            grids += [("2d", n**2, 1) for n in sides] + [("3d", n**3, 1) for n in sides]
-            grids += [("2.5d", deep * n**2, deep) for deep, n in product(divisors(gpus)[1:], sides)]
-        known = dict[tuple[object, ...], int]()
-        for mode, size, deep in grids:
-            if gpus % size:
-                continue
-            contexts = [("a2a", 1)]
-            if mode == "1d" and config.model.has_context:
-                contexts += product(("a2a", "p2p"), divisors(gpus // size)[1:])
-            cuts = (False, True) if mode == "1d" and size > 1 else (False,)
-            for again, cut, (way, ranks) in product(config.model.granularities, cuts, contexts):
-                known[mode, size, deep, again, cut, way, ranks] = len(self.kinds)
-                wider = [(mode, 2, 1, again, cut, "a2a", 1), (mode, size, 1, again, cut, "a2a", 1)]
-                wider += [(mode, size, 1, again, cut, way, 2)]
-                numbers = dict.fromkeys(known[key] for key in wider if key in known)
-                numbers.pop(len(self.kinds), None)
-                self.wider.append([*numbers] if mode == "1d" else [])
-                yield varied(
-                    one_stage,
-                    tensor_model_parallel_size=size,
-                    tensor_parallel_mode=mode,
-                    tensor_parallel_depth=deep,
-                    sequence_parallel=cut,
-                    context_parallel_size=ranks,
-                    cp_comm_type=way,
-                    recompute_granularity=again,
-                )
-
-    def _schedules(self, kind: PretrainConfig, stages: int) -> list[tuple[int | None, str | None]]:
-        """(virtual stages of a rank, schedule)"""
-        found: list[tuple[int | None, str | None]] = [(None, None)]
-        if stages == 1:
-            return found
-        if kind.model.recompute_granularity != "full":
-            found.append((None, "zb-h1"))
-        most = kind.model.num_layers // stages
-        powers = {2**power for power in range(1, most.bit_length())}
-        found += [(each, None) for each in sorted(powers | {most}) if each > 1]
-        own = self.given.parallel.pipeline_schedule
-        return found if own in (None, *KINDS) else [*found, (None, own)]
-
-    def _takes(self, kind: PretrainConfig, stages: int, samples: Sequence[int]) -> bool:
-        """Whether a run takes so many stages, with one of these micro-batches."""
-        for each in samples:
-            try:
-                varied(kind, **{STAGES: stages, "micro_batch_size": each}).check(self.gpus)
-            except UsageError as error:
-                if error.flag != "--micro-batch-size":
-                    return False
-            else:
-                self.is_staged |= stages > 1
-                return True
-        return False
-
-    def config_of(self, candidate: Candidate, zero_stage: int) -> PretrainConfig:
-        _, stages, virtual, schedule, batch, *_ = candidate
-        changes = {STAGES: stages, VIRTUAL: virtual, "pipeline_schedule": schedule}
-        changes |= {"micro_batch_size": batch, "zero_stage": zero_stage}
-        return varied(self.kinds[candidate.kind], **changes)
-
     def _trace(self, kind: int, samples: int) -> Trace:
         config = varied(self.kinds[kind], micro_batch_size=samples)
         return layer_trace(config, self.precision, self.hardware.device, is_staged=self.is_staged)
@@ -362,7 +219,7 @@ class Search:
     def _flop_seconds(self) -> dict[str, float]:
         """By recomputation: least seconds of all matmuls of a step on all ranks together."""
         layers = self.batch * self.config.model.num_layers
-        return {again: layers * self._matmuls(kind) for again, kind in self._roots.items()}
+        return {again: layers * self.matmuls(kind) for again, kind in self._roots.items()}
 
     def _matmuls(self, kind: int) -> float:
         """Least seconds of the matmuls of a sample in a layer."""
@@ -403,7 +260,7 @@ class Search:
         one, two = (self.work(root, each).moved for each in (1, 2))
         work, more = self.work(source, 1), samples - 1
         moved = work.moved / parts + more * (two - one) / prod(own.sizes.values())
-        seconds = samples * self._matmuls(source) / parts + moved / self.hardware.moved_per_second
+        seconds = samples * self.matmuls(source) / parts + moved / self.hardware.moved_per_second
         if other.is_ring and cuts > 1:
             seconds *= OF_RING
         seconds += self._waits(kind, work, samples / cuts)
