@@ -1127,8 +1127,8 @@ quick-buckets-are-not-padded
 + size = _round_up(size, ALIGNMENT)
 @ tools/plan/search.py | tools/plan/test_search
 flags-leave-settings-out-that-are-none
-- for name, value in new.items() if value != old[name]]
-+ for name, value in new.items() if value not in (None, old[name])]
+- same.get(name) if value is None else value
++ value
 @ tools/plan/interruptions.py | tools/plan/test_interruptions
 a-save-counts-before-it-is-written
 - exp(-(interval + times.save) / mtbf) / lost

@@ -18,7 +18,6 @@ from bisect import insort
 from collections.abc import Iterator
 from functools import cache, cached_property, reduce
 from heapq import heapify, heappop, heappush
-from itertools import chain
 from math import inf, prod
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,14 +26,14 @@ from tqdm import tqdm
 
 from megatron.config.parallel import STAGES, VIRTUAL
 from megatron.config.pretrain import PretrainConfig
-from megatron.errors import UsageError, spelling
+from megatron.errors import UsageError
 from tools.layouts.work import Work
 from tools.plan.hardware import Hardware
 from tools.plan.layouts import Candidate, Layouts
 from tools.plan.micro_batch import Trace
 from tools.plan.quick import LayersStep, QuickModel, QuickStep, at_samples, layer_trace, rings_of
 from tools.plan.record import table
-from tools.plan.search import VARIED, Row, flags, settings, varied
+from tools.plan.search import VARIED, Row, flags, left_out, settings, spelled, varied
 from tools.plan.software import error_band
 from tools.plan.timing import Seconds, call_seconds, matmul_seconds, predict
 from tools.plan.trace import WIDE
@@ -313,12 +312,12 @@ class Search(Layouts):
         rows = [self.row(each) for each in self.run()]
         changes = _changes(self.found[0], self.gpus) if rows else ()
         near = [self._neighbour(each) for each in changes]
-        return {"layouts": rows, "neighbours": near, "search": self.counts}
+        counts = self.counts | {"left_out": left_out(self.given)}
+        return {"layouts": rows, "neighbours": near, "search": counts}
 
     def _neighbour(self, changes: Row) -> Row:
         best = self.found[0]
-        words = " ".join(chain.from_iterable(spelling(*each) for each in changes.items()))
-        row: Row = {"flags": words, "reason": "", "part": None, "seconds": None}
+        row: Row = {"flags": spelled(changes), "reason": "", "part": None, "seconds": None}
         try:
             found = self.plan(varied(best.config, **changes))
         except UsageError as error:
@@ -355,6 +354,8 @@ class Search(Layouts):
             for row in found["layouts"][: self.most]
         ]
         lines += [table(best), f"= within {100 * self.band:g} % of the best", ""]
+        if names := left_out(self.given):
+            lines += [f"with these flags {' and '.join(names)} is left out", ""]
         lines += ["changes of the best, and why they are not better:"]
         lines += [f"  {each['flags']}: {each['reason']}" for each in found["neighbours"]]
         return "\n".join(lines)

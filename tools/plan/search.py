@@ -55,14 +55,32 @@ def settings(config: PretrainConfig) -> Row:
     return {name: getattr(getattr(config, part), name) for name, (part, _) in PARTS.items()}
 
 
+def spelled(values: Row) -> str:
+    """Flags of settings. A default that no flag says is said by what means the same."""
+    virtual = values.get(VIRTUAL) or 1
+    same = {VIRTUAL: 1, "pipeline_schedule": "interleaved" if virtual > 1 else "1f1b"}
+    said = {name: same.get(name) if value is None else value for name, value in values.items()}
+    words = (spelling(name, value) for name, value in said.items() if value is not None)
+    return " ".join(word for each in words for word in each)
+
+
 def flags(config: PretrainConfig, found: PretrainConfig, gpus: int) -> str:
-    """Flags that turn one config into another layout of the same training, after its own."""
+    """Flags that turn one config into another layout of the same training, after its own, of which
+    those that `left_out` names are not given."""
     old, new = settings(config), settings(found)
-    words = [spelling(name, value) for name, value in new.items() if value != old[name]]
+    values = {name: value for name, value in new.items() if value != old[name]}
     batch = found.global_batch_size(gpus)
     if varied(config, **new).global_batch_size(gpus) != batch:
-        words.append(("--global-batch-size", str(batch)))  # else it is a different training
-    return " ".join(word for each in words for word in each)
+        values["global_batch_size"] = batch  # else it is a different training
+    if "pipeline_schedule" in values:
+        return spelled({VIRTUAL: new[VIRTUAL]} | values)
+    return spelled(values)
+
+
+def left_out(config: PretrainConfig) -> list[str]:
+    """Flags that a search sets to what no flag says."""
+    own = settings(config)
+    return [flag(name) for name, value in PLAIN.items() if value is None and own[name] is not None]
 
 
 def check(config: PretrainConfig, gpus: int) -> None:
