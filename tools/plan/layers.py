@@ -58,8 +58,8 @@ class Shape:
         }
         return cls(
             kind=model.kind,
-            hidden=model.hidden_size,  # type: ignore[attr-defined]  # every kind has it
-            heads=model.num_attention_heads,  # type: ignore[attr-defined]
+            hidden=model.hidden_size,
+            heads=model.num_attention_heads,
             sequence=config.seq_length,
             vocabulary=vocabulary_of(config),
             tensor=step.tensor,
@@ -160,7 +160,7 @@ def variants(
                     "--tensor-sizes", size, allowed, works=("--tensor-sizes", str(fit))
                 )
             training = replace(config.training, micro_batch_size=batch, global_batch_size=None)
-            model = replace(config.model, recompute_granularity=again)  # type: ignore[arg-type]
+            model = replace(config.model, recompute_granularity=again)
             cut = replace(whole, tensor_model_parallel_size=size)
             one = replace(config, model=model, training=training, parallel=cut)
             one.check(ranks)
