@@ -102,8 +102,7 @@ def test_processes_that_share_cores_are_measured_together() -> None:
 
 
 def test_copies_add_their_sums() -> None:
-    """Two copies, each with half of the micro-batches. On a CPU a sum takes the cores of the
-    backward; on a GPU it is hidden but for the last bucket, and the measured backward hides it."""
+    """Two copies, each with half of the micro-batches."""
     sums = [(64, 1.0), (2**30, 5.0)]
     step = step_of("", 2)
     (ring,) = {step.model.rings[call.axis] for _, call in step.reductions}
@@ -119,6 +118,11 @@ def test_copies_add_their_sums() -> None:
     gathered = [call.bytes / 64 for call in parts.gathers[1]]
     taken = 2.0 * sum(sizes) + 3.0 * sum(gathered)
     assert predict(parts, own).data_parallel_exposed == pytest.approx(taken)
+    # On a GPU the gathers of a layer hide behind the one before; on a CPU they take its cores.
+    whole = step_of("--zero-stage 3", 2)
+    here, gpu = (predict(whole, replace(hardware, is_cpu=each)) for each in (True, False))
+    assert here.data_parallel_hidden == 0 < gpu.data_parallel_hidden
+    assert here.data_parallel_exposed > gpu.data_parallel_exposed
 
 
 def test_stages_of_measured_layers() -> None:
