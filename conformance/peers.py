@@ -77,15 +77,15 @@ ROWS = (
     Row("lightning", "Lightning Fabric, default fp64", "lightning:Double", "data=2"),
     Row("lightning", "Lightning Fabric", "lightning:Adapter", "data=2,zero=3"),
     *(
-        Row("megatron-core", f"Megatron-Core{words}", f"megatron_core:{name}", layout, FP32)
-        for words, name, layout in (
-            ("", "Adapter", "data=2"),
-            ("", "Adapter", "data=2,zero=1"),
-            ("", "Adapter", "pipeline=2"),
-            ("", "Adapter", "tensor=2"),
-            (", padding cut", "Cut", "tensor=2"),
-            (", padding cut", "Cut", "tensor=2,sequence=1"),
-            (", padding cut", "Cut", "tensor=2,data=2,zero=1"),
+        Row("megatron-core", f"Megatron-Core{words}", f"megatron_core:{name}", layout, FP32, models)
+        for words, name, layout, models in (
+            ("", "Adapter", "data=2", "gpt2 llama bert"),
+            ("", "Adapter", "data=2,zero=1", "gpt2 llama"),
+            ("", "Adapter", "pipeline=2", "gpt2 llama"),
+            ("", "Adapter", "tensor=2", "gpt2 llama"),
+            (", padding cut", "Cut", "tensor=2", "gpt2"),
+            (", padding cut", "Cut", "tensor=2,sequence=1", "gpt2"),
+            (", padding cut", "Cut", "tensor=2,data=2,zero=1", "gpt2"),
         )
     ),
 )
@@ -149,8 +149,8 @@ def verdict(result: Mapping[str, Any]) -> str:
 def lines(row: Row, record: Mapping[str, Any]) -> list[str]:
     """The row's lines in the table; models of the same verdict share one."""
     groups: dict[str, list[str]] = {}
-    for model, result in record["models"].items():
-        groups.setdefault(verdict(result), []).append(model)
+    for model in row.models.split():
+        groups.setdefault(verdict(record["models"][model]), []).append(model)
     found = []
     for words, models in groups.items():
         results = [record["models"][each] for each in models]

@@ -72,6 +72,6 @@ def test_models_of_one_verdict_share_a_line() -> None:
     assert "| gpt2, llama | 2e-16 | 2e-16 | 2e-16 | 2e-16 | 1.00 / 1.00 / 1.00 | agrees |" in one
     assert "tie_lost at distance 0.02" in other
     record = {"models": {"gpt2": ignored, "llama": failed}}
-    one, other = peers.lines(row, record)
+    one, other = peers.lines(row._replace(models="gpt2 llama"), record)
     assert "no content: all is ignored" in one
     assert other.endswith("| llama | | | | | | the trainer fails: E |")
