@@ -139,7 +139,7 @@ def verdict(result: Mapping[str, Any]) -> str:
     if result["status"] == 2:
         return reason
     if result["status"] == 3:
-        return f"no content: {reason}"
+        return f"no content: {reason.split('; ')[0]}"
     if result["status"] == 0:
         return "agrees"
     named = result["fault"]
