@@ -1,5 +1,6 @@
 """Fixtures of all tests, and the count of those that read real data."""
 
+import gc
 import os
 import resource
 import shutil
@@ -141,6 +142,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell starts what runs in the background with SIGINT ignored, and so would be every program
     # that a test starts and interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # the modules of all tests, which each collection would look through
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -146,11 +146,11 @@ def _serve(connection: Connection) -> None:
     """Run jobs until the pool closes the connection."""
     import torch
 
-    gc.freeze()  # so that what `_answer` collects is a job's alone, which takes milliseconds
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     while True:
+        gc.freeze()  # so that what `_answer` collects is a job's alone, and not all modules
         try:
             request = connection.recv_bytes()
         except EOFError:
