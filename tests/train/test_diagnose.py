@@ -1,6 +1,7 @@
 """The report of a run that stops for a number that is not finite: module, rank, samples."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,39 +14,33 @@ from megatron.train.diagnose import NonFiniteError, non_finite
 from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward, train_step
 from tests.dist import Pool
-from tests.tiny import (
-    mesh_of_ranks,
-    micro_batches,
-    samples,
-    tiny_config,
-    tiny_state,
-)
+from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_config, tiny_state
 
 UP = "transformer.layers.1.mlp.up"
-GLOBAL_BATCH = 8
+GLOBAL_BATCH = 4
 Fault = Callable[[TrainState, nn.Module], object]
 
 
-def is_third_micro_batch(state: TrainState) -> bool:
-    return state.micro_batch == 2
+def is_second_micro_batch(state: TrainState) -> bool:
+    return state.micro_batch == 1
 
 
 def infinite_output(state: TrainState, module: nn.Module) -> None:
-    """In one element, in the third micro-batch."""
+    """In one element, in the second micro-batch."""
 
     def spoil(_: nn.Module, inputs: object, output: Tensor) -> Tensor:
         wrong = torch.zeros_like(output)
-        wrong[-1, -1] = torch.inf if is_third_micro_batch(state) else 0.0
+        wrong[-1, -1] = torch.inf if is_second_micro_batch(state) else 0.0
         return output + wrong
 
     module.register_forward_hook(spoil)
 
 
 def infinite_gradient(state: TrainState, module: nn.Module) -> None:
-    """The gradient of the output is infinite, in the third micro-batch."""
+    """The gradient of the output is infinite, in the second micro-batch."""
 
     def spoil(gradient: Tensor) -> Tensor:
-        return gradient * torch.inf if is_third_micro_batch(state) else gradient
+        return gradient * torch.inf if is_second_micro_batch(state) else gradient
 
     module.register_forward_hook(lambda _, inputs, output: output.register_hook(spoil) and None)
 
@@ -56,7 +51,7 @@ def infinite_weight_gradient(state: TrainState, module: nn.Module) -> None:
 
     def spoil(dy: Tensor, x: Tensor) -> None:
         right(dy, x)
-        if is_third_micro_batch(state):
+        if is_second_micro_batch(state):
             view.gradient[0, 0] -= torch.inf
 
     view.add_matmul = spoil
@@ -88,13 +83,13 @@ Diagnosis = tuple[str, str, str, str]
 
 
 def diagnoses(
-    tensor_size: int | str, bad: tuple[int, int], zero: int, offloads: bool
+    tensor_size: int | str, bad: tuple[int, int], recomputes: str, zero: int, offloads: bool
 ) -> dict[str, set[Diagnosis]]:
-    """The diagnoses of each fault, with and without recomputed activations."""
+    """The diagnoses of each fault. recomputes: granularities."""
     mesh = mesh_of_ranks(tensor_size)
     settings = torch.float32, zero, offloads
     return {
-        fault: {diagnosis(mesh, fault, bad, each, *settings) for each in ("none", "full")}
+        fault: {diagnosis(mesh, fault, bad, each, *settings) for each in recomputes.split()}
         for fault in WHAT
     }
 
@@ -117,7 +112,7 @@ def nan_master(state: TrainState, module: nn.Module) -> None:
 def diagnoses_of_masters(bad: tuple[int, int]) -> list[Diagnosis]:
     FAULTS["master"] = (nan_master, "")
     mesh = mesh_of_ranks(1)
-    cases = [("none", 3, False), ("full", 3, False), ("none", 0, True), ("full", 3, True)]
+    cases = [("none", 3, False), ("none", 0, True), ("full", 3, True)]
     return [
         diagnosis(mesh, "master", bad, granularity, torch.bfloat16, zero, offloads)
         for granularity, zero, offloads in cases
@@ -166,35 +161,26 @@ def count_hooks(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    ("world", "tensor_size", "bad", "zero", "offloads"),
+    ("world", "layout", "bad", "place", "how"),
     [
-        (1, 1, (0, 0), 0, False),
-        (2, 2, (0, 1), 0, False),
-        (4, 2, (1, 1), 2, False),
-        (2, 1, (1, 0), 3, True),
+        (2, 2, (0, 1), "data 0, tensor 1", ("none full", 0, False)),
+        (4, 2, (1, 1), "data 1, tensor 1", ("none", 2, False)),
+        (2, 1, (1, 0), "data 1, tensor 0", ("full", 3, True)),
+        # The other one reads the same samples.
+        (2, "context=2", (1, 0), "data 0, context 1, tensor 0", ("none", 0, False)),
+        (2, "context=2:p2p", (1, 0), "data 0, context 1, tensor 0", ("full", 3, False)),
     ],
 )
 def test_every_rank_names_the_module(
-    gloo: Pool, world: int, tensor_size: int, bad: tuple[int, int], zero: int, offloads: bool
+    gloo: Pool, world: int, layout: int | str, bad: tuple[int, int], place: str, how: Any
 ) -> None:
-    sample = GLOBAL_BATCH + 2 * (world // tensor_size) + bad[0]  # micro-batches of one sample
-    place = f"data {bad[0]}, tensor {bad[1]}"
-    for found in gloo.run(world, diagnoses, tensor_size, bad, zero, offloads):
+    data_ranks, rank = (world // layout, bad[0]) if isinstance(layout, int) else (1, 0)
+    sample = GLOBAL_BATCH + data_ranks + rank  # micro-batches of one sample
+    for found in gloo.run(world, diagnoses, layout, bad, *how):
         for fault, what in WHAT.items():
             ((*where, message),) = found[fault]
             assert where == [what, FAULTS[fault][1], place]
             assert message.startswith("step 2: ")
-            assert f"samples {sample} to {sample} " in message
-
-
-@pytest.mark.parametrize(("layout", "zero"), [("context=2", 0), ("context=2:p2p", 3)])
-def test_a_context_rank_is_named(gloo: Pool, layout: str, zero: int) -> None:
-    """The other one reads the same samples."""
-    sample = GLOBAL_BATCH + 2
-    for found in gloo.run(2, diagnoses, layout, (1, 0), zero, False):
-        for fault, what in WHAT.items():
-            ((*where, message),) = found[fault]
-            assert where == [what, FAULTS[fault][1], "data 0, context 1, tensor 0"]
             assert f"samples {sample} to {sample} " in message
 
 
@@ -218,7 +204,7 @@ def test_a_norm_alone_may_overflow() -> None:
     state.model.final_norm.bias.register_hook(lambda gradient: gradient * 0 + 1e30)
     with pytest.raises(NonFiniteError) as raised:
         step(state)
-    assert "samples 0 to 7" in str(raised.value)
+    assert f"samples 0 to {GLOBAL_BATCH - 1}" in str(raised.value)
     assert (raised.value.what, raised.value.found) == ("gradient", None)
 
 
