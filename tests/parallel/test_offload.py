@@ -127,27 +127,24 @@ CASES: dict[str, tuple[dict[str, int], bool, list[dict[str, Any]]]] = {
         False,
         [
             {"precision": "pure"},
-            {"precision": "fp16", "granularity": "full"},
-            *({"precision": "bf16", "stage": stage} for stage in (1, 2)),
-            {"precision": "fp16", "stage": 3},
-            {"granularity": "full", "stage": 3},
-            {"model": "llama"},
+            {"precision": "bf16", "stage": 2},
+            {"precision": "fp16", "granularity": "full", "stage": 3},
+            {"model": "llama", "precision": "bf16", "stage": 1},
             {"model": "hf-gpt2", "granularity": "full"},
         ],
     ),
     "tensor": ({"tensor": 2}, False, [{"precision": "bf16"}, {"model": "bert"}]),
-    "sequence": ({"tensor": 2}, True, [{"granularity": "full"}]),
     "pipeline": (
         {"pipeline": 2},
         False,
-        [
-            {"schedule": "1f1b", "granularity": "full"},
-            {"schedule": "interleaved"},
-            {"schedule": "zb-h1", "precision": "bf16"},
-        ],
+        [{"schedule": "interleaved"}, {"schedule": "zb-h1", "precision": "bf16"}],
     ),
-    "tensor and data": ({"tensor": 2, "data": 2}, True, [{"stage": 3}]),
-    "pipeline and data": ({"pipeline": 2, "data": 2}, False, [{"schedule": "1f1b", "stage": 1}]),
+    "tensor and data": ({"tensor": 2, "data": 2}, True, [{"granularity": "full", "stage": 3}]),
+    "pipeline and data": (
+        {"pipeline": 2, "data": 2},
+        False,
+        [{"schedule": "1f1b", "granularity": "full", "stage": 1}],
+    ),
 }
 
 
@@ -182,15 +179,23 @@ def device_bytes() -> int:
     return sum(size for address, size in found.items() if address not in host)
 
 
-@pytest.mark.parametrize(("stage", "lasting"), [(0, 6), (2, 6), (3, 4)])
-def test_the_device_holds_weights_and_gradients_alone(stage: int, lasting: int) -> None:
-    for offloads, own in ((True, lasting), (False, lasting + 12)):
+def bytes_held(stage: int) -> list[float]:
+    """On the device, for each weight: with offload, and without."""
+    found = []
+    for offloads in (True, False):
         state = state_of(serial_mesh(CPU), offloads, stage, "bf16")
-        size = sum(bucket.size for bucket in state.gradients.buckets)
-        # Dropout's keys and the counts of updates are some bytes.
-        held = device_bytes()
+        size, held = sum(bucket.size for bucket in state.gradients.buckets), device_bytes()
         del state
-        assert held - device_bytes() == pytest.approx(own * size, rel=0.01)
+        found.append((held - device_bytes()) / size)
+    return found
+
+
+def test_the_device_holds_weights_and_gradients_alone(gloo: Pool) -> None:
+    """In a process of the pool, which has few other objects to look through."""
+    for stage, lasting in ((0, 6), (2, 6), (3, 4)):
+        # Dropout's keys and the counts of updates are some bytes.
+        wanted = pytest.approx([lasting, lasting + 12], rel=0.01)
+        assert gloo.run(1, bytes_held, stage) == [wanted]
 
 
 def kept_on_device(granularity: str, offloads: bool, stage: int) -> int:
@@ -239,7 +244,7 @@ class Own(nn.Module):
 
 
 def own_steps(stage: int, order: str, left_out: int = 0) -> tuple[list[Tensor], list[int]]:
-    """(masters after three steps of two micro-batches, bytes on the host after each forward).
+    """(masters after two steps of two micro-batches, bytes on the host after each forward).
 
     order: offload before ("first") or after GradientBuckets; empty: none. left_out: so many layers
     are not units."""
@@ -255,7 +260,7 @@ def own_steps(stage: int, order: str, left_out: int = 0) -> tuple[list[Tensor], 
     if order == "after":
         offload_activations(model, units)
     torch.manual_seed(mesh.data.rank)  # of samples and dropout
-    for number in range(6):
+    for number in range(4):
         before = sum(each.nbytes for each in on_host)
         with gradients.accumulate(is_last=number % 2 == 1):
             loss = model(torch.rand(4, 8, 8, dtype=torch.float64)).square().sum()
@@ -267,14 +272,17 @@ def own_steps(stage: int, order: str, left_out: int = 0) -> tuple[list[Tensor], 
 
 
 def check_own(stage: int) -> None:
-    _, (of_three, *_) = own_steps(stage, "after")
-    assert of_three
-    for order, left_out in (("after", 0), ("first", 0), ("after", 1)):
+    of_units = {}
+    for left_out, orders in ((0, ("after", "first")), (1, ("after",))):
         wanted, nothing = own_steps(stage, "", left_out)
         assert not any(nothing)
-        found, held = own_steps(stage, order, left_out)
-        assert all(torch.equal(*pair) for pair in zip(wanted, found, strict=True)), order
-        assert held == [of_three * (3 - left_out) // 3] * 6, order
+        for order in orders:
+            found, held = own_steps(stage, order, left_out)
+            assert all(torch.equal(*pair) for pair in zip(wanted, found, strict=True)), order
+            of_units[3 - left_out, order] = held
+    one = of_units[2, "after"][0] // 2
+    assert one
+    assert all(held == [units * one] * 4 for (units, _), held in of_units.items())
 
 
 @pytest.mark.parametrize("stage", [0, 3])
