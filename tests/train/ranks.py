@@ -2,12 +2,14 @@
 
 import runpy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tests.dist import PATIENCE
-from tests.programs import start_ranks
+from tests.programs import Run, start_ranks
 
 DUMP = "flight_recorder_"  # and the rank, beside the program
 PROGRAM = """\
@@ -53,20 +55,23 @@ def write_program(
     return path
 
 
-def run_ranks(
-    program: Path,
-    world: int,
-    *,
-    ranks: Sequence[int] | None = None,
-    agent: bool = False,
-    stopped: Sequence[int] = (),
-) -> list[Ended]:
-    """Run the program on these ranks, or all; wait for those that are not `stopped`.
+def begin(
+    program: Path, world: int, *, ranks: Sequence[int] | None = None, agent: bool = False
+) -> AbstractContextManager[Run]:
+    """Start the program on these ranks, or all. agent: the store outlives the ranks, as torchrun's
+    does; else rank 0 keeps it."""
+    target = partial(runpy.run_path, str(program))
+    return start_ranks(target, ranks or range(world), world, program.parent, agent=agent)
 
-    agent: the store outlives the ranks, as torchrun's does; else rank 0 keeps it.
-    """
-    ranks, target = ranks or range(world), partial(runpy.run_path, str(program))
-    with start_ranks(target, ranks, world, program.parent, agent=agent) as run:
-        going = [number for number, rank in enumerate(ranks) if rank not in stopped]
-        statuses = run.wait(ranks=going)
-        return [Ended(*each) for each in zip(statuses, map(run.text, going), strict=True)]
+
+def end(run: Run, stopped: Sequence[int] = ()) -> list[Ended]:
+    """Wait for those that are not `stopped`."""
+    going = [number for number in range(len(run.processes)) if number not in stopped]
+    statuses = run.wait(ranks=going)
+    return [Ended(*each) for each in zip(statuses, map(run.text, going), strict=True)]
+
+
+def run_ranks(program: Path, world: int, **options: Any) -> list[Ended]:
+    """See `begin`."""
+    with begin(program, world, **options) as run:
+        return end(run)
