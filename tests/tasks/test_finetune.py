@@ -94,15 +94,15 @@ def begin(path: Path, config: FinetunedConfig, seed: int = 5) -> TrainState:
 def outcome(
     folder: Path, head: Head, tensor_size: int | str, micro: int, cuts: bool = False, zero: int = 0
 ) -> Outcome:
-    """(the loss of each step, logits after the last, weights whole) of a run in fp64. cuts: whether
-    the sequence is cut, too. zero: the stage of ZeRO."""
+    """(the loss of each step, logits after the last, weights whole) of an epoch in fp64. cuts:
+    whether the sequence is cut, too. zero: the stage of ZeRO."""
     mesh = mesh_of_ranks(tensor_size, sequence_parallel=cuts)
     config, steps = config_of(head), steps_of(head, micro)
     with patch.dict(DTYPES, {"fp64": torch.float64}):  # of no program: exact enough to compare
         state = start(verify(folder, mesh), config, OPTIMIZER, "fp64", 5, mesh, zero)
     set_weights(state, tiny_weights(state.model))
     losses = []
-    for step in range(len(steps)):
+    for step in range(steps.per_epoch):
         lr = learning_rate(OPTIMIZER, step + 1, len(steps) + 1)
         losses.append(train_step(state, steps.micro_batches(step, mesh), lr).loss)
     # By twos five batches, of which two ranks have unequal numbers.
@@ -120,13 +120,12 @@ def outcome(
 def test_any_layout_gives_the_same_run(gloo: Pool, pretrained: Path, head: Head) -> None:
     losses, logits, weights = outcome(pretrained, head, 1, BATCH)
     found = [outcome(pretrained, head, 1, 3)]
-    own: dict[Head, Any] = {
-        "classifier": (8, "8:3d", 2),
-        "choice": (4, 2, 3, True, 1),
-        "span": (4, "context=2:p2p,data=2", 3, False, 3),
+    layouts: dict[Head, Any] = {
+        "classifier": [(4, "4:2d", 2), (2, "context=2", 3)],
+        "choice": [(4, 2, 3, True, 1)],
+        "span": [(4, "context=2:p2p,data=2", 3, False, 3)],
     }
-    layouts: list[Any] = [own[head], (4, "4:2d", 2), (2, "context=2", 3)]
-    for world, *layout in layouts:
+    for world, *layout in layouts[head]:
         found += gloo.run(world, outcome, pretrained, head, *layout)
     for their_losses, their_logits, their_weights in found:
         assert their_losses == pytest.approx(losses, rel=1e-10)
@@ -260,12 +259,8 @@ def test_optimizer() -> None:
     assert (config.weight_decay, config.clip_grad) == (0.3, 0.7)
 
 
-@pytest.mark.parametrize(
-    ("head", "order"), [("classifier", "post-ln"), ("choice", "pre-ln"), ("span", "pre-ln")]
-)
-def test_every_head_learns(
-    tmp_path: Path, capsys: Capture, head: Head, order: ResidualOrder
-) -> None:
+@pytest.mark.parametrize(("head", "order"), [("classifier", "post-ln"), ("span", "pre-ln")])
+def test_heads_learn(tmp_path: Path, capsys: Capture, head: Head, order: ResidualOrder) -> None:
     # With smaller random weights [CLS] of post-LN is its own embedding almost, and learns nothing.
     model = write_model(tmp_path, small_config(residual_order=order, init_method_std=0.1))
     words = ["--load", str(model), *write_files(tmp_path, 400), *FEW, "--head", head]
@@ -406,10 +401,9 @@ def test_seeds_differ_in_head_order_and_dropout(
         return "train_iters"
 
     monkeypatch.setattr(finetune, "train", looks)
-    result([*words, "--epochs", "1", "--seeds", "3"], capsys)
-    for each in (heads, masks, orders):
-        pairs = [(one, other) for one in range(3) for other in range(one)]
-        assert not any(torch.equal(each[one], each[other]) for one, other in pairs)
+    result([*words, "--epochs", "1", "--seeds", "2"], capsys)
+    for one, other in (heads, masks, orders):
+        assert not torch.equal(one, other)
 
 
 def ranks(words: list[str]) -> dict[str, Any]:
@@ -425,7 +419,7 @@ def ranks(words: list[str]) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:nothing of the models")
 def test_ranks_train_keep_and_evaluate(gloo: Pool, words: list[str], tmp_path: Path) -> None:
-    words = [*words, "--seeds", "2"]
+    words = [*words, "--epochs", "1", "--seeds", "2"]
     alone = ranks(words)
     layouts = ["--tensor-model-parallel-size 2 --sequence-parallel", "--zero-stage 3"]
     for number, layout in enumerate(layouts):
@@ -445,10 +439,10 @@ def test_ranks_train_keep_and_evaluate(gloo: Pool, words: list[str], tmp_path: P
             each["epochs"][-1]["figures"] for each in record["seeds"]
         ]
         assert both["accuracy"] == ranks(models)["accuracy"]
-    searched = [*words, "--epochs", "1", "--search", "lr=1e-9,1e-2"]
+    searched = [*words, "--seeds", "1", "--search", "lr=1e-9,1e-2"]
     both, other = gloo.run(2, ranks, searched)
     assert both["search"]["chosen"] == ranks(searched)["search"]["chosen"]
-    assert (len(both["seeds"]), other) == (2, {})
+    assert (len(both["seeds"]), other) == (1, {})
 
 
 def test_divergence_is_one_message(words: list[str], tmp_path: Path) -> None:
@@ -527,7 +521,7 @@ def test_no_seed_leaves_its_model_in_memory(
         return state
 
     monkeypatch.setattr(finetune, "start", begin_alone)
-    run([TASK, *words, "--seeds", "2"])
+    run([TASK, *words, "--epochs", "1", "--seeds", "2"])
     assert len(models) == 2
 
 
@@ -543,7 +537,8 @@ def test_search(
     scores = {lr: alone(lr, 1)["accuracy"] for lr in (1e-9, 1e-2)}
     worse, best = sorted(scores, key=lambda lr: scores[lr])
     assert scores[worse] < scores[best]
-    searched = [*words, "--save", str(save), "--search", f"lr={worse},{best}", "batch=16"]
+    searched = [*words, "--save", str(save), "--seeds", "2"]
+    searched += ["--search", f"lr={worse},{best}", "batch=16"]
     with monkeypatch.context() as patch:  # it fails in the second combination
         patch.setattr(made, "on_read", at_epoch(1, lambda: print(1 // 0)))
         with pytest.raises(ZeroDivisionError):
@@ -558,10 +553,10 @@ def test_search(
         "tries": [{**each, "accuracy": scores[each["lr"]]} for each in tries],
         "chosen": tries[1],
     }
-    expected = alone(best, 5)
+    expected = alone(best, 2)
     assert record["hyper_parameters"] == expected["hyper_parameters"]
-    assert record["last_epoch"] == expected["last_epoch"], "of the seeds 1234 to 1238"
-    place = Path(record["seeds"][4]["checkpoints"]["last"])
+    assert record["last_epoch"] == expected["last_epoch"], "of both seeds"
+    place = Path(record["seeds"][1]["checkpoints"]["last"])
     assert place.parents[2] == save
     monkeypatch.setattr(made, "on_read", lambda: print(1 // 0))  # nothing is trained again
     assert result(searched, capsys) == record
@@ -608,8 +603,8 @@ def test_stopped_seed_begins_anew(
     words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = tmp_path / "save"
-    words = [*words, "--epochs", "3", "--seeds", "2", "--save", str(save)]
-    stopped = stop(words, signal.SIGTERM, 4, capsys, monkeypatch)
+    words = [*words, "--seeds", "2", "--save", str(save)]
+    stopped = stop(words, signal.SIGTERM, 3, capsys, monkeypatch)
     assert stopped == (75, ["1235", "2", "1234"])
     seed = save / "seed_1235"
     assert read_metrics(seed / "metrics.jsonl")[-1]["exit_code"] == 75
