@@ -2,7 +2,6 @@
 where oneDNN is quick. Without that folder all runs in plain torch, and the equalities still hold.
 """
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -118,20 +117,20 @@ ROOT = Path(__file__).parents[2]
 TESTS = (
     "tests/parallel/test_layers.py::test_layers_equal_those_of_torch[2d]",
     "tests/parallel/test_buckets.py::test_narrow_buckets_round_a_sum_once",
-    "tests/parallel/test_buckets.py::test_bf16_gradients_accumulate_in_fp32",
-    "tests/parallel/test_cross_entropy.py::test_the_incoming_gradient_may_be_any_number",
     "tests/models/test_gpt2.py::test_gpt2_equals_plain_torch",
     "tests/optim/test_adam.py::test_five_steps_equal_a_plain_loop[settings1]",
 )
+CODE = """
+import sys
+sys.modules["megatron.parallel.cpu"] = None  # its import fails, as without the folder
+import pytest
+from megatron.parallel import kernels
+sys.exit(kernels.use_cpu_kernels or pytest.main(sys.argv[1:]))
+"""
 
 
-def test_the_equality_tests_pass_without_the_folder(tmp_path: Path) -> None:
-    for name in ("megatron", "tools", "tests"):
-        ignored = shutil.ignore_patterns("__pycache__", "cpu" if name == "megatron" else "")
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    code = "import sys, pytest; from megatron.parallel import kernels; "
-    code += "sys.exit(kernels.use_cpu_kernels or pytest.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "-q", "-x", "-p", "no:cacheprovider", *TESTS]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+def test_the_equality_tests_pass_without_the_folder() -> None:
+    """In one process, by tests that start no others."""
+    command = [sys.executable, "-c", CODE, "-q", "-x", "-p", "no:cacheprovider", *TESTS]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout
