@@ -327,9 +327,11 @@ def _run_tyro(
     names: Collection[str],
     prog: str | None = None,
     about: Sequence[object] = (),
+    has_texts: bool = False,
 ) -> Any:
     """names: those of settings that a flag of another trainer may stand for. about: where the
-    examples of -h are, see `help.examples`. Raises UsageError for such a flag, and
+    examples of -h are, see `help.examples`. has_texts: read the docstrings of settings, half of
+    the time, which only help and errors show. Raises UsageError for such a flag, and
     CommandLineError with tyro's own message."""
     import tyro
 
@@ -354,13 +356,16 @@ def _run_tyro(
         place = min(map(arguments.index, wanted))
         arguments[place:] = ["--help", *(x for x in arguments[place:] if x not in helps.WORDS)]
     message, whole = io.StringIO(), io.StringIO()
+    marks: list[Any] = [tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone]
+    if not (wanted or has_texts):
+        marks.append(tyro.conf.HelptextFromCommentsOff)
     try:
         with contextlib.redirect_stderr(message), contextlib.redirect_stdout(whole):
             return call(
                 prog=prog,
                 args=arguments,
                 console_outputs=is_first(environ) or not wanted,
-                config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
+                config=marks,
             )
     except SystemExit as stop:
         cause: BaseException | None = stop
@@ -373,6 +378,8 @@ def _run_tyro(
                 is_short = helps.ALL not in wanted
                 print(helps.shown(text, helps.examples(*about), is_short=is_short), end="")
             raise
+    if not has_texts:
+        return _run_tyro(call, arguments, environ, names, prog, about, has_texts=True)
     # The text in the box that tyro draws, without its title and rules.
     box = [line[1:-1].rstrip() for line in message.getvalue().splitlines()[1:-1]]
     text = textwrap.dedent("\n".join(line for line in box if line.strip("─- ")))
