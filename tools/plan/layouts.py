@@ -5,6 +5,8 @@ the other devices. gpipe is left out: it idles as 1f1b does, and keeps more."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
 from itertools import product
 from math import isqrt, prod
 from typing import NamedTuple
@@ -13,7 +15,8 @@ from megatron.config.parallel import STAGES, VIRTUAL
 from megatron.config.pretrain import PretrainConfig
 from megatron.errors import UsageError
 from megatron.parallel.schedules import KINDS
-from tools.plan.quick import idle_share
+from tools.plan.micro_batch import MIDDLE, in_one_stage
+from tools.plan.quick import idle_share, parameters_of
 from tools.plan.search import PLAIN, batches, divisors, keeping_batch, varied
 
 
@@ -44,7 +47,7 @@ class Layouts:
     """given: a config, whose global batch and model are kept."""
 
     def __init__(self, given: PretrainConfig, gpus: int) -> None:
-        self.given, self.gpus, self.is_staged = given, gpus, False  # whether it can have stages
+        self.given, self.gpus = given, gpus
         self.config = varied(keeping_batch(given, gpus), **PLAIN)
         self.batch = self.config.global_batch_size(gpus)
         self.kinds = list[PretrainConfig]()
@@ -53,6 +56,15 @@ class Layouts:
         """By kind: kinds that are cut less."""
         self.counts = dict.fromkeys(("tried", "planned", "refused", "not_fitting", "pruned"), 0)
         """Layouts. refused: by a rule of the settings. pruned: they cannot be among the best."""
+
+    @cached_property
+    def is_staged(self) -> bool:
+        """Whether the model can be built in stages."""
+        config = replace(self.config, parallel=in_one_stage(self.config.parallel))
+        try:
+            return bool(parameters_of(config, "fp32", MIDDLE))
+        except ValueError:
+            return False
 
     def candidates(self) -> Iterator[Candidate]:
         """Those that divide devices, layers and the global batch."""
@@ -136,8 +148,7 @@ class Layouts:
                 if error.flag != "--micro-batch-size":
                     return False
             else:
-                self.is_staged |= stages > 1
-                return True
+                return stages == 1 or self.is_staged
         return False
 
     def config_of(self, candidate: Candidate, zero_stage: int) -> PretrainConfig:

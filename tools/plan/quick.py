@@ -118,7 +118,7 @@ def rings_of(config: PretrainConfig, copies: int, stages: int) -> dict[str, Ring
 
 
 @cache
-def _of_one_layer(
+def parameters_of(
     config: PretrainConfig, precision: str, place: int | None
 ) -> tuple[Parameter, ...]:
     """Parameters of a rank with one layer, on two data-parallel ranks. place: see micro_batch.py;
@@ -198,11 +198,11 @@ def _model(
         place = 0 if rank == 0 else LAST if rank == plan.ranks - 1 else MIDDLE
     depth = config.model.num_layers if numbers is None else len(numbers)
     rings, mode = rings_of(config, copies, plan.ranks), config.parallel.tensor_parallel_mode
-    # A union of one axis has its name; its sizes are those of _of_one_layer.
+    # A union of one axis has its name; its sizes are those of parameters_of.
     several = {"data", *(name for name, size in config.parallel.sizes.items() if size > 1)}
     cut = [part for part in UNIONS[mode]["replicas"] if part in several]
     replicas = "replicas" if len(cut) > 1 else "data"
-    parameters = [*_copied(_of_one_layer(config, precision, place), depth)]
+    parameters = [*_copied(parameters_of(config, precision, place), depth)]
     axes = {name: Axis(name, ring.ranks) for name, ring in rings.items()}
     wide = 0 if config.precision.pure_bf16 else WIDE
     buckets = list[tuple[float, QuickBucket]]()
