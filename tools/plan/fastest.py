@@ -309,7 +309,7 @@ class Search(Layouts):
     def record(self) -> Row:
         """JSON. neighbours: layouts that differ from the best in a setting, and why they are not
         better: bytes that a device lacks, or the part of the time by which they lose most."""
-        rows = [self.row(each) for each in self.run()]
+        rows = [self.row(each) for each in self.found or self.run()]
         changes = _changes(self.found[0], self.gpus) if rows else ()
         near = [self._neighbour(each) for each in changes]
         counts = self.counts | {"left_out": left_out(self.given)}
