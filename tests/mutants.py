@@ -870,10 +870,6 @@ labels-shifted-twice
 reason-of-a-row-lost
 - "reason": lack,
 + "reason": "",
-@ conformance/pyproject.toml | test_package::test_the_wheel_of_conformance
-wheel-without-fixtures
-- ["fixtures/v1/*/*"]
-+ []
 @ tools/layouts/activations.py | tools/test_compare_runs::test_settings_of_the_model
 compared-with-dropout
 - return model.eval()

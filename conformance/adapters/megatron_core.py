@@ -1,7 +1,7 @@
 """Megatron-Core's GPTModel, schedules, gradient buffers and optimizer, in fp32.
 
 A layout has tensor, sequence, data, zero=1 (its distributed optimizer) and pipeline. Neither
-Transformer Engine nor Apex is needed. What asks for a GPU by name gets the CPU.
+Transformer Engine nor Apex is needed. Calls for a GPU by name get the CPU.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Adapter(Base):
         return model(tokens, positions, None, labels=labels)
 
     def whole_gradients(self) -> dict[str, Tensor]:
-        """Of this stage, before clipping; the distributed optimizer's rank has its part alone."""
+        """Those of this stage before clipping; a rank of a distributed optimizer has its part."""
         gradients = {}
         for buffer in self.model.buffers:
             flat = buffer.grad_data.clone()

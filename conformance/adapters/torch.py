@@ -188,7 +188,7 @@ class Model(nn.Module):
 
 
 class Base:
-    """What adapters share whose trainers are given a module, and neither a loss nor batches.
+    """The common part of adapters whose trainers get a module, and neither a loss nor batches.
 
     keys, stages: those of a layout that the trainer has. dtypes: those that it keeps throughout.
     """
@@ -286,7 +286,7 @@ class Base:
         return self.model(batch.input_ids, batch.attention_mask, batch.token_type_ids)
 
     def term(self, own: MicroBatch, tokens: int, samples: int) -> Tensor:
-        """What this rank's samples add to the loss of a global batch with so many of both."""
+        """The part of a global batch's loss, of so many of both, that this rank's samples add."""
         logits, order = self.outputs(own)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(

@@ -56,8 +56,8 @@ STOP = "if last and rank == {0}: os.kill(os.getpid(), signal.SIGSTOP)\n"
 
 @dataclass(frozen=True)
 class Case:
-    """What each step of its ranks is, and what comes of it. named: in the one message (patterns);
-    else each rank prints `output` alone."""
+    """A run: the body of each step of its ranks, and what comes of it. named: in the one message
+    (patterns); else each rank prints `output` alone."""
 
     body: str
     named: tuple[str, ...] = ()

@@ -124,15 +124,15 @@ def write(file: Path, figures: Figures, device: torch.device) -> None:
         name = next(str(each) for each in facts if each.name == "CPU")
     lines = [f"name = {json.dumps(name)}", f"is_cpu = {json.dumps(device.type == 'cpu')}"]
     for figure, (value, source) in figures.items():
-        told = f"source = {json.dumps(source)}"
+        cited = f"source = {json.dumps(source)}"
         if figure == "layers":
             for each in value:
-                lines += ["", "[[layers]]", *(f"{k} = {_toml(v)}" for k, v in each.items()), told]
+                lines += ["", "[[layers]]", *(f"{k} = {_toml(v)}" for k, v in each.items()), cited]
         elif isinstance(value, dict):
             rows = (f"{json.dumps(key)} = {_toml(each)}" for key, each in value.items())
-            lines += ["", f"[{figure}]", told, "", f"[{figure}.value]", *rows]
+            lines += ["", f"[{figure}]", cited, "", f"[{figure}.value]", *rows]
         else:
-            lines += ["", f"[{figure}]", f"value = {_toml(value)}", told]
+            lines += ["", f"[{figure}]", f"value = {_toml(value)}", cited]
     write_atomically(file, ("\n".join(lines) + "\n").encode())
 
 

@@ -132,7 +132,7 @@ def _times(steps: Sequence[Step], mesh: Mesh) -> list[Times]:
 
 
 def _slowest(ranks: Sequence[Times]) -> Times:
-    """Of one step: forward and backward of the slowest rank, for which the others wait."""
+    """Times of one step: forward and backward of the slowest rank, for which the others wait."""
     slowest = max(ranks, key=lambda each: each.forward + each.backward)
     whole = max(MICRO_BATCHES * (each.forward + each.backward) + each.rest for each in ranks)
     return slowest._replace(rest=whole - MICRO_BATCHES * (slowest.forward + slowest.backward))

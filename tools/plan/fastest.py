@@ -238,7 +238,7 @@ class Search(Layouts):
         """Least seconds; least bytes of the pipeline's first rank. level: of wider kinds, of the
         kind by a trace of one sample, and of its micro-batch."""
         kind, stages, *_, samples, number, _ = candidate
-        if getattr(self.hardware, "layers", ()):  # measured ones may be faster than derived ones
+        if self.hardware.layers:  # measured ones may be faster than derived ones
             return 0.0, self._lasting(candidate)
         sources, layers = [*self.wider[kind], kind], self.config.model.num_layers
         if level < len(sources):

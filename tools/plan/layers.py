@@ -94,7 +94,7 @@ class Layer:
         return self.edge_forward + self.edge_backward
 
     def table(self) -> dict[str, Any]:
-        """Of a hardware file, but for its source."""
+        """A table of a hardware file, but for its source."""
         return {**asdict(self.shape), **{each: getattr(self, each) for each in SECONDS}}
 
 

@@ -328,8 +328,7 @@ def error_band(hardware: Hardware, step: Step) -> tuple[float | None, str]:
     program = getattr(step, "software", None)
     names = [name for name, each in SOFTWARE.items() if each == program]
     is_far = step.ranks > hardware.devices_per_server
-    measures = getattr(hardware, "measures", lambda _: False)
-    is_measured, is_fitted = measures(step), (names or PROGRAMS)[0] in hardware.software
+    is_measured, is_fitted = hardware.measures(step), (names or PROGRAMS)[0] in hardware.software
     if not is_measured and not is_fitted:
         servers = "many A100 servers" if is_far else "one server of A100s"
         error = f"{100 * OF_DATASHEETS[is_far]:.0f} % on average on {servers}"
@@ -343,6 +342,8 @@ def error_band(hardware: Hardware, step: Step) -> tuple[float | None, str]:
         return None, f"no plan of {' and '.join(found)} was compared with a measured step"
     if is_far:
         return 0.1, "several servers: plans with fitted constants were off by 7 % on average"
+    if is_measured and hardware.is_cpu:
+        return None, "a layer was measured, but no plan for a CPU was compared with measured steps"
     if is_measured:
         return 0.01, "a layer of this shape was measured"
     return 0.05, "constants fitted on this machine, to this program"

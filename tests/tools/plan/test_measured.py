@@ -274,7 +274,7 @@ SIZES = (2**6, 2**10, 2**12)
 
 
 def tables_of_two_servers() -> links.Tables:
-    """Of two ranks each."""
+    """Tables of two servers with two ranks each."""
     with patch.object(links, "TABLED", {"cpu": SIZES}):
         return links.tables(mesh_of_ranks(4), 2)
 
@@ -298,7 +298,7 @@ TINY = "--preset quickstart --hidden-size 128 --seq-length 64 --vocab-size 512 -
 
 
 def test_two_processes_time_their_layers(tmp_path: Path) -> None:
-    """Of one rank, and of two with and without sequence parallelism, each at two sizes."""
+    """Layers on one rank, and on two with and without sequence parallelism, each at two sizes."""
     file = tmp_path / "here.toml"
     words = f"--measure {file} {TINY} --tensor-sizes 1 2 --micro-batches 1 2 --zero-stage 2"
     with start_ranks(partial(run, words.split()), range(2), 2, tmp_path) as ranks:

@@ -331,7 +331,7 @@ def test_published_tables(tmp_path: Path) -> None:
         assert found["mean_error"] == pytest.approx(fmean(errors))
         assert found["mean_error"] < mean
         assert found["worst_error"] == max(errors) < worst
-    # What a layer keeps is Korthikanti's formula but for what is explained, to the byte.
+    # A layer keeps Korthikanti's formula to the byte, but for the explained terms.
     by_name = {each["row"]: each for each in record["activations"]}
     assert len(by_name) == 9
     for each in by_name.values():
