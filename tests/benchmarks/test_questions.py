@@ -113,7 +113,7 @@ def of_scaling(record: Record, folder: Path) -> None:
 
 
 def of_axes(record: Record, folder: Path) -> None:
-    """What a rank sends is what was planned."""
+    """A rank sends as many bytes as were planned."""
     for each in record["contenders"]:
         (found,), facts = each["rounds"], each["facts"]
         assert found["tokens"] == facts["ranks"] * 8 * 256
