@@ -97,8 +97,11 @@ def measure(mesh: Mesh, in_server: int, configs: Sequence[PretrainConfig] = ()) 
 
 
 def _link(rows: Sequence[tuple[int, float]], ranks: int) -> tuple[float, float]:
-    """(bytes a second of each rank, seconds of a small one) of measured all-reduces."""
+    """(bytes a second of each rank, seconds of a small one) of measured all-reduces. Raises
+    RuntimeError where the largest took no longer than the smallest."""
     (small, latency), *_, (large, longest) = rows
+    if longest <= latency:
+        raise RuntimeError("a large all-reduce took no longer than a small one: a busy machine")
     return 2 * (ranks - 1) / ranks * (large - small) / (longest - latency), latency
 
 

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megatron.parallel.mesh import serial_mesh
 from tests.dist import Pool
 from tests.programs import start_ranks
 from tests.refusals import field_of, refusal
@@ -268,6 +269,12 @@ def test_noise_of_an_update() -> None:
     assert (clear.optimizer_bandwidth, clear.step_overhead) == pytest.approx((50, 1))
     lost = Timed([], [(100, 3.0), (300, 1.0)])
     assert (lost.optimizer_bandwidth, lost.step_overhead) == pytest.approx((100, 0))
+
+
+def test_a_busy_machine_has_no_description() -> None:
+    same = {"all_reduce": {"2": [(2**6, 1.0), (2**25, 1.0)]}}
+    with patch.object(links, "tables", lambda *_: same), pytest.raises(RuntimeError, match="busy"):
+        description.measure(serial_mesh(), 2)
 
 
 SIZES = (2**6, 2**10, 2**12)
