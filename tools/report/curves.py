@@ -156,12 +156,17 @@ def positions(lines: Lines, against: Against, steps: Sequence[int]) -> Any:
 
 def smooth(values: Sequence[float]) -> list[float]:
     """Means over up to 4 % of the values before and after each; a straight line stays as it is."""
-    # Near an end the window narrows on both sides, to show the first fall of a loss.
-    place = np.arange(len(values))
-    near = np.minimum(len(values) // 25, np.minimum(place, len(values) - 1 - place))
+    # At the start the window narrows on both sides, to show the first fall of a loss. At the end
+    # that would show single values, so a line through the last ones goes on.
+    place, most = np.arange(len(values)), len(values) // 25
+    near = np.minimum(most, np.minimum(place, len(values) - 1 - place))
     first = np.asarray(values[:1])  # without it the sums of equal values have no rounding errors
-    sums = np.cumsum([0.0, *(np.asarray(values) - first)])
+    above = np.asarray(values) - first
+    sums = np.cumsum([0.0, *above])
     means = (sums[place + near + 1] - sums[place - near]) / (2 * near + 1)
+    if most:
+        window = place[-2 * most - 1 :]
+        means[-most:] = np.polyval(np.polyfit(window, above[window], 1), window[-most:])
     return (first + means).tolist()
 
 
