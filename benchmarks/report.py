@@ -300,7 +300,9 @@ def draw(file: Path, results: Results) -> None:
         groups = dict.fromkeys(along_x) or {"": None}
         panels = [*product(drawn, groups)]
         high, wide, height = len(drawn), len(groups), 3.2 * len(drawn)
-    figure = figures.Figure(figsize=(max(7, 3.6 * wide), height), layout="constrained")
+    names = 0.07 * max(len("".join(row)) for row in shown) if is_bars else 0.0
+    width = max(7, names + 3.6 * wide)
+    figure = figures.Figure(figsize=(width, height), layout="constrained")
     places = figure.subplots(high, wide, squeeze=False, sharey=is_bars).flat
     for axes, (column, group) in zip(places, panels, strict=True):
         if is_bars:
@@ -312,13 +314,18 @@ def draw(file: Path, results: Results) -> None:
 
 
 def bars(axes: Axes, results: Results, title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """The one that all are compared with has its own colour."""
+    firsts = {results.contenders[row]["first"] for row in rows}
     for place, (group, name) in enumerate(rows):
         if (found := results.cell(group, name, title)) is not None:
-            is_first = name == results.contenders[group, name]["first"]
-            low, high = (found.median if x is None else x for x in found[1:])
-            errors = [[found.median - low], [high - found.median]]
-            colour = COLOURS[0 if is_first else -1]
-            axes.barh(place, found.median, xerr=errors, color=colour, capsize=2)
+            colour = COLOURS[0 if firsts == {name} else -1]
+            drawn = axes.barh(place, found.median, color=colour)
+            if found.low is None or found.high is None:
+                axes.bar_label(drawn, [results.columns[title].form.format(found.median)], padding=3)
+                continue
+            errors = [[found.median - found.low], [found.high - found.median]]
+            axes.errorbar(found.median, place, xerr=errors, color=COLOURS[1], capsize=2)
+    axes.margins(x=0.15)
     names = [f"{group}: {name}" if group else name for group, name in rows]
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_ylim(len(names) - 0.5, -0.5)  # leaves space for rows without this column

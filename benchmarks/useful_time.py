@@ -35,7 +35,7 @@ from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank
 from benchmarks.processes import ROOT
 
 OURS, PEER = "this project", "plain torch, DCP"
-USEFUL, RATIO, EQUAL = "useful time, %", "x plain torch", "runs with equal weights, %"
+USEFUL, RATIO, EQUAL = "useful time, %", "this project / its", "runs with equal weights, %"
 FAULTS = {  # {fault: its table in a faults file}
     "a rank killed": 'kind = "kill"',
     "all ranks killed": 'kind = "kill"\nrank = "all"',
@@ -183,8 +183,8 @@ def sentence(found: Any) -> str:
     if any(isnan(value) for value in values):
         return f'No fault of "{fault}" was measured for both.'
     return (
-        f"With a rank killed each minute {values[0]:.0f} % of the time is useful, and "
-        f"{values[1]:.0f} % of plain torch's with asynchronous saves by DCP."
+        f"With a rank killed each minute this project spends {values[0]:.0f} % of the time on "
+        f"useful steps, plain torch with asynchronous saves {values[1]:.0f} %."
     )
 
 

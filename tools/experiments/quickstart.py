@@ -282,7 +282,9 @@ def make_page(facts: Mapping[str, Any], losses: figures.Figure, output: Path) ->
     numbers = [
         Number(decimal(ours), "perplexity per token", f"bigram {decimal(bigram)}"),
         Number(decimal(scores["bits_per_byte"], 3), "bits per byte", f"xz -9 {xz}"),
-        Number(percent(scores["cloze_accuracy"]), "last-word cloze", "every token the likeliest"),
+        Number(
+            percent(scores["cloze_accuracy"]), "last words guessed right", "of held-out paragraphs"
+        ),
         Number(whole(training["tokens_per_second"]), "tokens per second", device),
         Number(size(train["bytes"]), "training text", f"{whole(train['documents'])} documents"),
         Number(duration(seconds), "in all", f"{whole(training['steps'])} steps"),
