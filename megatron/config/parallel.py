@@ -64,8 +64,8 @@ class ParallelConfig:
     @property
     def side(self) -> int:
         """Processes along a side: q of a square, l of a cube; in 1d all of them."""
-        size = self.tensor_model_parallel_size // self.tensor_parallel_depth
-        return max(n for n in range(max(1, size) + 1) if n**self.grid_dims <= size)
+        size, dims = self.tensor_model_parallel_size // self.tensor_parallel_depth, self.grid_dims
+        return max(n for n in range(max(1, size) + 1) if n**dims <= size)
 
     @property
     def cuts_stream(self) -> bool:

@@ -265,13 +265,13 @@ _KNOWN: dict[Any, Any] = {}  # results of operators on meta
 def _on_meta(function: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
     """The result of an operator. If an equal call before made only new tensors on meta, this makes
     tensors like those: for many operators torch finds the shapes in slow Python."""
-    key = function, _described(args), _described(tuple(kwargs.items()))
+    key = function, _key(args), _key(tuple(kwargs.items()))
     if (known := _KNOWN.get(key)) is not None:
-        return _made(known)
+        return _like(known)
     result = function(*args, **kwargs)
     made = list(_tensors([result]))
     if not _shares_memory(made, given) and all(each.is_meta for each in made):
-        _KNOWN[key] = _described(result)
+        _KNOWN[key] = _like(result)
     return result
 
 
@@ -280,30 +280,21 @@ def _shares_memory(made: list[Tensor], given: list[Tensor]) -> bool:
     return all(id(each.untyped_storage()) in memories for each in made)
 
 
-class _Shape(NamedTuple):
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class _Scalar(NamedTuple):
-    type: type  # 2, 2.0 and True are equal, but make tensors of different dtypes
-    value: Any
-
-
-def _described(value: Any) -> Any:
-    """A hashable description, with shapes in place of tensors."""
+def _key(value: Any) -> Any:
+    """Hashable, with shapes in place of tensors."""
     if isinstance(value, Tensor):
-        return _Shape(value.shape, value.stride(), value.dtype)
+        return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
-        return tuple(map(_described, value))
-    return _Scalar(type(value), value)
+        return tuple(map(_key, value))
+    return type(value), value  # 2, 2.0 and True are equal, but make tensors of different dtypes
 
 
-def _made(known: Any) -> Any:
-    if isinstance(known, _Shape):
-        return torch.empty_strided(*known[:2], dtype=known.dtype, device="meta")
-    return known.value if isinstance(known, _Scalar) else tuple(map(_made, known))
+def _like(value: Any) -> Any:
+    """The same with new tensors on meta."""
+    if isinstance(value, Tensor):
+        size, strides = value.shape, value.stride()
+        return torch.empty_strided(size, strides, dtype=value.dtype, device="meta")
+    return tuple(map(_like, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

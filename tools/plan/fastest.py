@@ -28,15 +28,15 @@ from megatron.config.parallel import STAGES, VIRTUAL
 from megatron.config.pretrain import PretrainConfig
 from megatron.errors import UsageError
 from tools.layouts.work import Work
+from tools.plan.buckets import WIDE, Model, axes_of
 from tools.plan.hardware import Hardware
 from tools.plan.layouts import Candidate, Layouts
 from tools.plan.micro_batch import Trace
-from tools.plan.quick import LayersStep, QuickModel, QuickStep, at_samples, layer_trace, rings_of
+from tools.plan.quick import LayersStep, QuickStep, at_samples, layer_trace
 from tools.plan.record import table
 from tools.plan.search import VARIED, Row, flags, left_out, settings, spelled, varied
 from tools.plan.software import error_band
 from tools.plan.timing import Seconds, call_seconds, matmul_seconds, predict
-from tools.plan.trace import WIDE
 
 SAFE = 0.98  # of bounds of seconds: a middle rank moves up to 1 % more than its layer
 SAFE_MEMORY = 0.97  # of what layers keep: the keys of masks do not grow with the samples
@@ -276,8 +276,8 @@ class Search(Layouts):
     def _waits(self, kind: int, work: Work, times: float) -> float:
         """Least seconds of collectives of so many times as many bytes."""
         config = self.kinds[kind]
-        rings = rings_of(config, config.data_parallel_size(self.gpus), 1)
-        step: Any = SimpleNamespace(model=QuickModel(rings, "data"))
+        rings, _ = axes_of(config.parallel, config.data_parallel_size(self.gpus), 1)
+        step: Any = SimpleNamespace(model=Model(rings, "data"))
         return sum(
             number * call_seconds(step, call._replace(bytes=times * call.bytes), self.hardware)
             for call, number in work.calls.items()

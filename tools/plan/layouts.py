@@ -15,9 +15,10 @@ from megatron.config.parallel import STAGES, VIRTUAL
 from megatron.config.pretrain import PretrainConfig
 from megatron.errors import UsageError
 from megatron.parallel.schedules import KINDS
+from tools.plan.buckets import parameters_of
 from tools.plan.micro_batch import MIDDLE, in_one_stage
-from tools.plan.quick import idle_share, parameters_of
 from tools.plan.search import PLAIN, batches, divisors, keeping_batch, varied
+from tools.plan.trace import idle_share
 
 
 class Candidate(NamedTuple):
@@ -62,7 +63,7 @@ class Layouts:
         """Whether the model can be built in stages."""
         config = replace(self.config, parallel=in_one_stage(self.config.parallel))
         try:
-            return bool(parameters_of(config, "fp32", MIDDLE))
+            return bool(parameters_of(config, "fp32", MIDDLE)[0])
         except ValueError:
             return False
 

@@ -24,10 +24,10 @@ from functools import cache, reduce
 from itertools import pairwise
 from pkgutil import resolve_name
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
 from megatron.config.parallel import EACH, ENDS, STAGES, VIRTUAL, TrainingParallelConfig
 from megatron.config.pretrain import PretrainConfig
@@ -137,7 +137,7 @@ def trace(traced: MicroBatch) -> Trace:
     actions = [Action("forward", stage, 0) for stage in own]
     actions += [Action(each, stage, 0) for stage in own[::-1] for each in traced.backward]
     gradients.start()
-    with on_meta(meter, device), _UsualInputs():
+    with on_meta(meter, device), _usual_inputs():
         executor.run(tuple(actions))
     peaks.append(meter.peak)
     work = {phase: meter.work[phase] for phase in PHASES}
@@ -232,16 +232,17 @@ def rank_on_meta(
     return mesh, materialize(model, device=META, dtype=dtype, seed=None, values=values)
 
 
-class _UsualInputs(TorchFunctionMode):
+@contextmanager
+def _usual_inputs() -> Iterator[None]:
     """Answers True to what a transformers model asks of values that do not exist: whether positions
     are consecutive, whether nothing is masked."""
+    original = torch.Tensor.__bool__
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.Tensor.__bool__ and args[0].is_meta:
-            return True
-        return func(*args, **(kwargs or {}))
+    def answer(tensor: torch.Tensor) -> bool:
+        return tensor.is_meta or original(tensor)
+
+    with patch.object(torch.Tensor, "__bool__", answer):
+        yield
 
 
 class _Unreduced(GradientBuckets):

@@ -18,9 +18,10 @@ from megatron.errors import UsageError
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.train.inputs import vocabulary_of
 from tools.layouts.work import Call, Matmul, Work
+from tools.plan.buckets import WIDE
 from tools.plan.hardware import PROGRAMS, Anchor, Hardware, Ring, load_hardware
 from tools.plan.timing import predict
-from tools.plan.trace import WIDE, Step
+from tools.plan.trace import Step
 
 Passes = tuple[float, float, float, int, int]
 """Reads and writes of tensors by one layer in one direction: of [n, h], whole on every rank; of
@@ -256,9 +257,8 @@ class AuthorsStep(Step):
         if (size := self.software.bucket_bytes) is None:
             return [*found, (1.0, Call("data", self.model.local * self.width, 2))]
         buckets = self.model_of(size // self.width * WIDE).buckets
-        numbers = [sum(view.parameter.numel() for view in each.views) for _, each in buckets]
-        pairs = zip(buckets, numbers, strict=True)
-        return found + [(ready, Call("data", n * self.width, 2)) for (ready, _), n in pairs]
+        sums = ((ready, Call("data", each.numbers * self.width, 2)) for ready, each in buckets)
+        return [*found, *sums]
 
     @property
     def layer_gathers(self) -> dict[str, list[list[Call]]]:

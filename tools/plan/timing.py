@@ -28,15 +28,16 @@ collective is that of its ring (hardware.py).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from math import ceil, log2
 from typing import Any
 
 from megatron.parallel.schedules import DURATIONS, simulate
 from tools.layouts.work import Call, Matmul, Work
-from tools.plan.hardware import Hardware
+from tools.plan.hardware import Hardware, Ring
 from tools.plan.layers import Layer
 from tools.plan.trace import Step
 
@@ -305,6 +306,8 @@ def _data_parallel(
     layers, (_, once), replicas = step.layer_gathers, step.gathers, step.model.replicas
     depth, (first, *others) = max(1, len(layers["forward"])), layers["forward"] or [[]]
     alone = [*once, *step.micro_batches * first]
+    seconds: Timed = cache(lambda *call: call_seconds(step, call[0], hardware, *call[1:]))
+    ring = step.model.rings[replicas]
 
     def ahead(layers: Iterable[Iterable[Call]], each: float) -> Iterator[Started]:
         """Each starts when the previous layer begins; a layer takes `each` seconds."""
@@ -312,15 +315,15 @@ def _data_parallel(
             yield from ((place * each, call, "all_gather") for call in calls)
 
     window = forward * (depth - 1) / depth  # the last layer has no gather beside it
-    there = _beside(step, hardware, window, ahead(others, forward / depth))
+    there = _beside(ring, hardware, seconds, window, ahead(others, forward / depth))
     sums = [
         (share * backward, call, "reduce_scatter")
         for share, call in step.reductions
         if call.axis == replicas
     ]
     back = [*sums, *ahead(layers["backward"], backward / depth)]
-    last = _beside(step, hardware, backward, back)
-    exposed, hidden = sum(call_seconds(step, each, hardware) for each in alone), 0.0
+    last = _beside(ring, hardware, seconds, backward, back)
+    exposed, hidden = sum(map(seconds, alone)), 0.0
     for times, found in ((step.micro_batches, there), (step.backwards, last)):
         exposed, hidden = exposed + times * found[0], hidden + times * found[1]
     return exposed, hidden
@@ -328,19 +331,20 @@ def _data_parallel(
 
 Started = tuple[float, Call, str]
 """When a collective starts, and its kind."""
+Timed = Callable[..., float]
+"""`call_seconds` of a call and its kind: many of a step are equal."""
 
 
 def _beside(
-    step: Step, hardware: Hardware, window: float, started: Iterable[Started]
+    ring: Ring, hardware: Hardware, seconds: Timed, window: float, started: Iterable[Started]
 ) -> tuple[float, float]:
     """(exposed, hidden) seconds of calls over the replicas, started at these seconds of a
     computation that takes `window` seconds; hidden calls share its memory bandwidth. Calls run one
     after another; a wait for a call in between is not modelled by itself. On a CPU they take the
     cores that compute, so that nothing hides."""
-    ring = step.model.rings[step.model.replicas]
     end = busy = sent = 0.0
     for start, call, kind in sorted(started):
-        taken = call_seconds(step, call, hardware, kind)
+        taken = seconds(call, kind)
         end, busy = max(start, end) + taken, busy + taken
         sent += call.passes * (ring.ranks - 1) / ring.ranks * call.bytes
     exposed = busy if hardware.is_cpu else max(0.0, end - window)

@@ -1,131 +1,55 @@
 """Work, memory and communication of a training step on one rank, derived from the model itself.
 
 Matmuls, communication and activations are those of a micro-batch (micro_batch.py). Work that is
-done once per step comes from the gradient buckets of the whole model. The number of micro-batches
-in flight comes from the lists of the pipeline's schedule.
+done once per step comes from the gradient buckets (buckets.py). The number of micro-batches in
+flight comes from the lists of the pipeline's schedule.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, chain
-from math import prod
 from typing import Any
 
 from megatron.config.pretrain import PretrainConfig
-from megatron.parallel.bucket import Bucket
-from megatron.parallel.buckets import BUCKET_BYTES, IN_FLIGHT, GradientBuckets
-from megatron.parallel.mesh import Axis, serial_mesh
-from megatron.parallel.schedules import WHOLE_MODEL, Facts, Lists, PipelinePlan, check
-from megatron.parallel.sharding import sharding_specs
+from megatron.parallel.buckets import BUCKET_BYTES, IN_FLIGHT
+from megatron.parallel.mesh import serial_mesh
+from megatron.parallel.schedules import KINDS, WHOLE_MODEL, Facts, Lists, PipelinePlan, check
 from megatron.train.compiled import choose_graph
 from megatron.train.executor import SENDS
 from megatron.train.inputs import vocabulary_of
 from megatron.train.pipelining import plan_of_run
 from megatron.train.state import DTYPES
 from tools.layouts.work import Call, Matmul, Work
-from tools.plan.hardware import Hardware, Ring
-from tools.plan.micro_batch import MicroBatch, Trace, layer_of, rank_on_meta, trace_of_depth
+from tools.plan.buckets import ONE_RANK, WIDE, Model, PlannedBucket, model_of
+from tools.plan.hardware import Hardware
+from tools.plan.micro_batch import (
+    LAST,
+    MIDDLE,
+    MicroBatch,
+    Trace,
+    in_one_stage,
+    layer_of,
+    trace_of_depth,
+)
 
-WIDE = 4  # bytes of a gradient, master or moment, except in pure bf16
 # Passes of the optimizer over this rank's parameters. In fp32: norm 1, AdamW 8 with the scaled
 # gradient, rounding 1. In the weights' own dtype: rounding 1.
 WIDE_PASSES, NARROW_PASSES = 10, 1
-ONE_RANK: dict[str, Any] = {  # settings of a layer that is not cut
-    "tensor_model_parallel_size": 1,
-    "tensor_parallel_mode": "1d",
-    "tensor_parallel_depth": 1,
-    "sequence_parallel": False,
-    "context_parallel_size": 1,
-    "cp_comm_type": "a2a",
-}
-
-
-class Model:
-    """One rank's part of the whole model.
-
-    local: number of parameters of this rank. own: of all ranks of its pipeline stage together,
-    without padding; tied ones count at the first stage that has them. buckets: each with the
-    fraction of the last backward after which it is full. layers: buckets of each layer, in ZeRO
-    stage 3. rings: by axis or union of axes. replicas: axis over which the gradients of all weights
-    are summed. of_stages: axes that join pipeline stages. agreement: collectives once per step, of
-    the denominators of the loss, its terms, and the gradient norm.
-    """
-
-    def __init__(
-        self,
-        config: PretrainConfig,
-        copies: int,
-        precision: str,
-        bucket_bytes: int,
-        pipeline: PipelinePlan,
-        rank: int,
-    ) -> None:
-        wide = not config.precision.pure_bf16
-        sizes = {**config.parallel.sizes, "data": copies}
-        mesh, model = rank_on_meta(config, precision, sizes, "meta", pipeline, rank)
-        specs = sharding_specs(model)
-        self.own = sum(prod(spec.shape) for spec in specs.values() if spec.is_owner())
-        self.local = sum(each.numel() for each in model.parameters())
-        stage = config.parallel.stage_of_zero
-        gradients = GradientBuckets.for_master_weights(
-            model, bucket_bytes, wide=wide, zero_stage=stage
-        )
-        ready = _ready(specs)
-        self.buckets = [
-            (max(ready[view.name] for view in each.views), each) for each in gradients.buckets
-        ]
-        units = gradients.units.all if gradients.units is not None else []
-        self.layers = [unit.buckets for unit in units]
-        strides, stride = dict[str, int](), 1
-        for axis in reversed(mesh.axes):
-            strides[axis.name] = stride
-            stride *= axis.size
-        each = strides["pipeline"]
-        ends, span = (pipeline.ranks - 1) * each, pipeline.ranks * each
-        self.rings = dict[str, Ring]()
-        every = [axis for axis in vars(mesh).values() if isinstance(axis, Axis)]
-        for axis in every:  # also unions of axes that are not adjacent, over which little is sent
-            stride = min((strides.get(part.name, 1) for part in axis.parts), default=1)
-            self.rings[axis.name] = Ring(axis.size, stride)
-        if pipeline.ranks > 2:  # else it is the pipeline axis
-            self.rings[mesh.embedding_group.name] = Ring(mesh.embedding_group.size, ends, span)
-        self.replicas = mesh.replicas.name
-        self.of_stages = {axis.name for axis in every if axis.is_of_stages}
-        terms = 1 + len(model.terms)
-        agreed = [(mesh.loss, terms), (mesh.loss_sums, terms), (mesh.model_parallel, 3)]
-        agreed += [(mesh.replicas, 1)] * (stage > 0)
-        calls = (Call(axis.name, 8 * number, 2) for axis, number in agreed if axis.size > 1)
-        self.agreement = Counter(calls)
-
-
-_model = cache(Model)
-
-
-def _own(bucket: Bucket) -> int:
-    """Number of elements in this rank's part."""
-    return bucket.part.stop - bucket.part.start
-
-
-def _ready(names: Iterable[str]) -> dict[str, float]:
-    """The fraction of the backward after which each parameter's gradient is complete. A number in a
-    name is that of the layer; embeddings come before the layers, heads after them."""
-    matches = {name: re.search(r"(?:^|\.)(\d+)\.", name) for name in names}
-    layers = {name: int(match[1]) for name, match in matches.items() if match}
-    places = {number: place for place, number in enumerate(sorted({*layers.values()}))}
-    depth, is_ahead, ready = max(1, len(places)), True, {}
-    for name in matches:
-        is_ahead = is_ahead and name not in layers
-        place = places[layers[name]] if name in layers else 0
-        ready[name] = 1 - place / depth if name in layers else float(is_ahead)
-    return ready
-
-
+_pipeline = cache(plan_of_run)
+_trace = cache(trace_of_depth)
 _facts = cache(check)
+
+
+def idle_share(kind: str, ranks: int, micro_batches: int, virtual: int = 1) -> float:
+    """Facts.idle_share of a schedule of KINDS."""
+    idle, missing = ranks - 1, max(0, ranks - micro_batches)
+    if kind == "zb-h1":
+        return (idle + missing) / (3 * micro_batches)
+    return (idle + (virtual - 1) * missing) / (virtual * micro_batches)
 
 
 @dataclass(frozen=True)
@@ -143,7 +67,7 @@ class Step:
     def pipeline(self) -> PipelinePlan:
         if self.config.parallel.sizes.get("pipeline", 1) == 1:
             return WHOLE_MODEL
-        return plan_of_run(self.config, vocabulary_of(self.config), self.ranks)
+        return _pipeline(self.config, vocabulary_of(self.config), self.ranks)
 
     @cached_property
     def stages(self) -> list[Step]:
@@ -205,19 +129,23 @@ class Step:
         return self.config.global_batch_size(self.ranks) * self.config.seq_length
 
     def model_of(self, bucket_bytes: int) -> Model:
-        model = replace(self.config.model, recompute_granularity="none")
-        training = replace(self.config.training, micro_batch_size=1)
-        config = replace(self.config, model=model, training=training)  # so more calls are equal
-        return _model(config, self.copies, self.precision, bucket_bytes, self.pipeline, self.alike)
-
-    @property
-    def alike(self) -> int:
-        """The first rank along the pipeline axis whose stages are like those of this one."""
-        ranks, layers = self.pipeline.ranks, self.pipeline.layers
-        if self.rank in (0, ranks - 1):
-            return self.rank
-        depths = [[len(each) for each in layers[rank::ranks]] for rank in range(ranks)]
-        return depths.index(depths[self.rank], 1)
+        config = self._micro_batch.config
+        model = replace(config.model, recompute_granularity="none")
+        training = replace(config.training, micro_batch_size=1, global_batch_size=None)
+        config = replace(config, model=model, training=training)  # so more calls are equal
+        stages, place = self.pipeline.ranks, None
+        if stages > 1:
+            place = 0 if self.rank == 0 else LAST if self.has_head else MIDDLE
+        return model_of(
+            config,
+            self.precision,
+            zero_stage=self.stage,
+            copies=self.copies,
+            stages=stages,
+            place=place,
+            layers=self.layers,
+            bucket_bytes=bucket_bytes,
+        )
 
     @cached_property
     def model(self) -> Model:
@@ -226,12 +154,14 @@ class Step:
     @cached_property
     def trace(self) -> Trace:
         """Trace of a micro-batch."""
-        return trace_of_depth(self._micro_batch)
+        return _trace(self._micro_batch)
 
     @property
     def _micro_batch(self) -> MicroBatch:
-        settings = self.config, self.precision, self.device
-        return MicroBatch(*settings, pipeline=self.pipeline, rank=self.rank)
+        config = replace(self.config, parallel=in_one_stage(self.config.parallel))
+        return MicroBatch(
+            config, self.precision, self.device, pipeline=self.pipeline, rank=self.rank
+        )
 
     @cached_property
     def layer(self) -> Work:
@@ -268,7 +198,10 @@ class Step:
     @property
     def idle_share(self) -> float:
         """Time in which a rank waits, over the time of its micro-batches."""
-        return self.facts.idle_share
+        plan = self.pipeline
+        if plan.kind not in KINDS:
+            return self.facts.idle_share
+        return idle_share(plan.kind, plan.ranks, self.micro_batches, plan.virtual)
 
     @cached_property
     def facts(self) -> Facts:
@@ -309,14 +242,14 @@ class Step:
         found = self.trace.work.items()
         return {phase: Work().plus(each, self.micro_batches) for phase, each in found}
 
-    @property
+    @cached_property
     def reductions(self) -> list[tuple[float, Call]]:
         """(fraction as in Model.buckets, call) of each sum of gradients: all-reduces; under ZeRO a
         reduce-scatter over the ranks that share the bucket, and all-reduces of this rank's part."""
         return [
             (ready, Call(axis.name, bucket.size * self.wide, 1))
             if axis is bucket.shared
-            else (ready, Call(axis.name, _own(bucket) * self.wide, 2))
+            else (ready, Call(axis.name, bucket.own * self.wide, 2))
             for ready, bucket in self.model.buckets
             for axis in bucket.axes
         ]
@@ -340,7 +273,7 @@ class Step:
         rest = (bucket for _, bucket in self.model.buckets if not bucket.is_of_layer)
         return "forward" if self.stage == 3 else "update", [*self._gathers(rest)]
 
-    def _gathers(self, buckets: Iterable[Bucket]) -> Iterator[Call]:
+    def _gathers(self, buckets: Iterable[PlannedBucket]) -> Iterator[Call]:
         for bucket in buckets:
             if bucket.shared.size > 1:
                 yield Call(bucket.shared.name, bucket.size * self.width, 1)
@@ -367,7 +300,7 @@ class Step:
             return 0, 0, 0
         numbers = back = self.part
         if self.stage == 3:
-            layers = [sum(map(_own, each)) for each in self.model.layers]
+            layers = [sum(bucket.own for bucket in each) for each in self.model.layers]
             back += self.micro_batches * (2 * sum(layers) - layers[-1]) - sum(layers)
         moved = (WIDE_PASSES - 1) * self.wide + NARROW_PASSES * self.width
         return numbers * self.wide, numbers * moved, back * self.width
@@ -401,7 +334,7 @@ class Step:
     @property
     def part(self) -> int:
         """Number of elements of the buckets that this rank updates, padding included."""
-        return sum(_own(bucket) for _, bucket in self.model.buckets)
+        return sum(bucket.own for _, bucket in self.model.buckets)
 
     @property
     def lasting(self) -> dict[str, int]:
@@ -485,7 +418,7 @@ class Step:
         config = replace(
             self.config,
             model=replace(model, **changes),
-            parallel=replace(parallel, **ONE_RANK),
+            parallel=replace(parallel, **ONE_RANK),  # type: ignore[arg-type]
         )
         found = trace_of_depth(MicroBatch(config, self.precision, "cuda", not is_executed))
         matmuls = sum((work.matmuls for work in found.work.values()), Counter[Matmul]())

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,15 +13,20 @@ import pytest
 
 from megatron.config.pretrain import PretrainConfig
 from megatron.errors import UsageError
+from megatron.parallel.buckets import GradientBuckets
+from megatron.parallel.mesh import Axis
 from megatron.parallel.schedules import check, schedule
+from megatron.parallel.sharding import sharding_specs
 from tests.tools.plan.counted import preset
+from tools.plan.buckets import THREE
 from tools.plan.fastest import LayoutPlan, Search
 from tools.plan.hardware import Hardware, load_hardware
-from tools.plan.quick import QuickStep, idle_share
+from tools.plan.micro_batch import MIDDLE, MicroBatch, in_one_stage, rank_on_meta, trace_at
+from tools.plan.quick import QuickStep, layer_trace
 from tools.plan.search import flags, settings, varied
 from tools.plan.software import error_band
 from tools.plan.timing import predict
-from tools.plan.trace import Step
+from tools.plan.trace import Step, idle_share
 
 A100 = load_hardware("dgx-a100")
 SMALL = "quickstart --hidden-size 1024 --num-attention-heads 8 --vocab-size 1024"
@@ -53,24 +59,43 @@ def test_a_quick_step_is_a_step(words: str, ranks: int) -> None:
     whole, quick = Step(config, ranks, "bf16"), QuickStep(config, ranks, "bf16")
     for part, seconds in vars(predict(whole, A100)).items():
         assert vars(predict(quick, A100))[part] == pytest.approx(seconds), part
-    assert quick.idle_share == pytest.approx(whole.idle_share)
     for own in quick.unlike:
         other = whole.stages[own.rank]
         assert own.memory == other.memory
-        assert (own.model.local, own.model.own) == (other.model.local, other.model.own)
-        assert buckets(own) == buckets(other)
         assert own.activations == other.activations
+        assert vars(own.model) == vars(other.model)
+        check_model(other)
     most = max(each.memory["total"] for each in whole.stages)
     assert (quick.lacks(most - 1), quick.lacks(most)) == (1, 0)
 
 
-def buckets(step: Step) -> list[tuple[float, int, int, list[int], int]]:
-    """(when it is full, its size, ranks that share it, those of its sums, elements of a rank)"""
-    return [
-        (when, each.size, each.shared.size, sorted(axis.size for axis in each.axes), own)
-        for when, each in step.model.buckets
-        for own in [each.part.stop - each.part.start]
+def check_model(step: Step) -> None:
+    """Compare with the whole model of the rank and its buckets."""
+    config, planned = step.config, step.model
+    sizes = {**config.parallel.sizes, "data": step.copies}
+    mesh, model = rank_on_meta(config, step.precision, sizes, "meta", step.pipeline, step.rank)
+    specs = sharding_specs(model)
+    assert planned.local == sum(each.numel() for each in model.parameters())
+    assert planned.own == sum(prod(each.shape) for each in specs.values() if each.is_owner())
+    assert planned.replicas == mesh.replicas.name
+    every = [each for each in vars(mesh).values() if isinstance(each, Axis) and each.size > 1]
+    assert {each.name: planned.rings[each.name].ranks for each in every} == {
+        each.name: each.size for each in every
+    }
+    wide, stage = not config.precision.pure_bf16, step.stage
+    gradients = GradientBuckets.for_master_weights(model, wide=wide, zero_stage=stage)
+    found = [
+        (each.size, each.shared.size, sorted(axis.name for axis in each.axes), each.is_of_layer)
+        for each in gradients.buckets
     ]
+    assert found == [
+        (each.size, each.shared.size, sorted(axis.name for axis in each.axes), each.is_of_layer)
+        for _, each in planned.buckets
+    ]
+    numbers = [sum(each.parameter.numel() for each in b.views) for b in gradients.buckets]
+    assert [each.numbers for _, each in planned.buckets] == numbers
+    units = gradients.units.all if gradients.units is not None else []
+    assert [len(each) for each in planned.layers] == [len(each.buckets) for each in units]
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "interleaved"])
@@ -79,6 +104,15 @@ def test_the_idle_share_has_a_formula(kind: str) -> None:
         virtual = 3 if kind == "interleaved" else 1
         facts = check(schedule(kind, ranks, number, virtual), virtual)
         assert idle_share(kind, ranks, number, virtual) == pytest.approx(facts.idle_share)
+
+
+@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2 --sequence-parallel"])
+def test_a_large_ring_is_traced_by_smaller_ones(flags: str) -> None:
+    words = f"quickstart --seq-length 512 --max-position-embeddings 512 {flags}"
+    config = preset(f"{words} --context-parallel-size 16 --cp-comm-type p2p")
+    parallel = in_one_stage(config.parallel)
+    whole = MicroBatch(replace(config, parallel=parallel), "bf16", "cuda", pipeline=THREE)
+    assert layer_trace(config, "bf16", "cuda") == trace_at(whole, MIDDLE, 1)
 
 
 def begun(words: str = SMALL, ranks: int = 2, hardware: Hardware = A100) -> Search:
