@@ -20,9 +20,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-# Imports that take seconds: torch._dynamo where work is counted, recomputed or compiled.
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "transformers.modeling_utils", "tyro"]
-PRELOADED += ["megatron.train.loop", "megatron.train.pretrain"]
+# Imports that take seconds: torch._dynamo where work is counted, recomputed or compiled, numba in
+# the steps of a corpus. What is not there is left out.
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "transformers.modeling_utils", "numba"]
+PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "bert")]
+PRELOADED += ["megatron.train.loop", "megatron.train.pretrain", "benchmarks.peers"]
+PRELOADED += ["tests.preloaded"]
 PATIENCE = 1800.0  # seconds: the one guard against hangs, which no test that passes comes near
 _DEATH = "the process died"
 

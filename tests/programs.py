@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib import import_module
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from operator import not_
 from pathlib import Path
@@ -118,6 +119,8 @@ def start_ranks(
     still runs at the end is killed. folder: of the logs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+    server = forkserver._forkserver._forkserver_address
     logs = [folder / f"rank_{number}.log" for number in range(len(ranks))]
     processes: list[BaseProcess] = []
     with meeting_place(agent) as place:
@@ -126,7 +129,7 @@ def start_ranks(
             environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
             environ |= {"LOCAL_WORLD_SIZE": str(world), **place}
             environ = environ if world > 1 else {}
-            processes.append(context.Process(target=_main, args=(target, environ, log)))
+            processes.append(context.Process(target=_main, args=(target, environ, log, server)))
             processes[-1].start()
         try:
             yield Run(processes, logs)
@@ -237,7 +240,11 @@ def run_python(words: Sequence[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
-def _main(target: Callable[[], object], environ: Mapping[str, str], log: Path) -> None:
+def _main(target: Callable[[], object], environ: Mapping[str, str], log: Path, server: str) -> None:
+    """server: the address of the fork server. It starts the target's own pools, too; each would
+    start one of its own, which imports all again."""
+    forkserver._forkserver._forkserver_address = server
+    forkserver._forkserver.ensure_running = lambda: None
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 def forked() -> Iterator[None]:
     """Contenders' processes start in a tenth of a second, in place of four seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, "benchmarks.peers"])
+    context.set_forkserver_preload(PRELOADED)
     with patch.multiple("benchmarks.processes", SPAWN=context, work=work_and_exit):
         yield
 
@@ -34,6 +34,13 @@ def work_and_exit(*arguments: Any) -> None:
         work(*arguments)
     finally:
         atexit._run_exitfuncs()
+
+
+def as_a_rank(question: str, words: list[str]) -> None:
+    """One of the processes that torchrun would start, for `start_ranks`."""
+    sys.argv = [f"benchmarks/{question}.py", *words]
+    with forked():
+        import_module(f"benchmarks.{question}").QUESTION.run()
 
 
 def run(

@@ -2,14 +2,14 @@
 losses (the harness compares them), and the figures are those of the formulas."""
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,13 +20,15 @@ from benchmarks import (
     context,
     growth,
     pipeline,
+    scaling,
     tensor_modes,
     train_step,
     zero,
 )
 from benchmarks.harness import Flags, Rank
-from benchmarks.report import Results
-from tests.benchmarks.run import ROOT, figures, run
+from benchmarks.report import Results, rows
+from tests.benchmarks.run import ROOT, as_a_rank, figures, run
+from tests.programs import start_ranks
 from tests.refusals import field_of, refusal
 
 PRESET = """
@@ -45,7 +47,6 @@ SIZES = "--num-layers 2 --hidden-size 96 --num-attention-heads 4 --seq-length 32
 GPT2 = f"{SIZES} --max-position-embeddings 32"
 STAGES = GPT2.replace("layers 2", "layers 4")
 LLAMA = "--num-layers 1 --hidden-size 96 --ffn-hidden-size 192 --seq-length 32 --vocab-size 512"
-DRAWN = "--dtypes fp32 --tensor-parallel 1 --fast-weights"
 Record = dict[str, Any]
 
 
@@ -103,6 +104,11 @@ def of_train_step(record: Record, folder: Path) -> None:
     assert "tokens" in figures(record, OURS, group)
     assert "tokens" not in figures(record, "floor", group)
     assert "aten::mm" in (folder / "profile/quickstart_fp32_t_=_2_this_project.txt").read_text()
+    row = next(each for each in rows(record) if each["contender"] == OURS)
+    assert row["tokens_per_s"] == figures(record, OURS, group)["tokens"] / row["seconds"]
+    assert row["peak_gib"] > 0
+    assert {"matmul", "elementwise", "optimizer", "norm", "idle"} <= {*row["device_ms"]}
+    assert row["device_ms"]["matmul"] > 0
 
 
 def of_scaling(record: Record, folder: Path) -> None:
@@ -182,6 +188,7 @@ class Small(NamedTuple):
     contenders: tuple[str, ...] = ()
     check: Callable[[Record, Path], None] | None = None
     warm_up: int | None = None  # turns; by default the question's own number
+    patches: Record | None = None  # names of the question's module
 
 
 QUESTIONS = {  # the file's name, and after a blank the case
@@ -215,11 +222,6 @@ QUESTIONS = {  # the file's name, and after a blank the case
         of_train_step,
         warm_up=2,
     ),
-    "train_step drawn on the device": Small(
-        f"--presets gpt2_124m {DRAWN} --program-flags='{GPT2}'",
-        (OURS, "plain torch", "transformers"),
-        warm_up=2,
-    ),
     "commits": Small(f"--against {ROOT} --groups 'quickstart, fp32, t = 1'", warm_up=2),
     "scaling": Small(
         "",
@@ -230,6 +232,12 @@ QUESTIONS = {  # the file's name, and after a blank the case
         ),
         of_scaling,
         warm_up=0,
+        patches={
+            "MODELS": scaling.MODELS[:3],
+            "STRONG": {},
+            "HEADS": {},
+            "PRECISIONS": dict.fromkeys(scaling.PRECISIONS, "--no-bf16 --num-layers 2"),
+        },
     ),
     "scaling of axes": Small(
         "--axes zero-3 interleaved --hardware cpu",
@@ -275,7 +283,10 @@ def test_question(case: str, tmp_path: Path) -> None:
     if small.contenders:
         words += ["--contenders", *small.contenders]
     changes: dict[str, Any] = {} if small.warm_up is None else {"warm_up": small.warm_up}
-    record = run(tmp_path, case.partition(" ")[0], *words, **changes)
+    question = case.partition(" ")[0]
+    patches = patch.multiple(f"benchmarks.{question}", **small.patches) if small.patches else None
+    with patches or nullcontext():
+        record = run(tmp_path, question, *words, **changes)
     measured = [each for each in record["contenders"] if not each["reason"]]
     assert case == "scaling" or measured == record["contenders"]
     assert {each["name"] for each in record["contenders"]} >= {*small.contenders}
@@ -286,21 +297,14 @@ def test_question(case: str, tmp_path: Path) -> None:
 
 
 def test_growth_by_torchrun(tmp_path: Path) -> None:
-    """As a user starts it; each launched process is one rank of every contender."""
+    """Each launched process is one rank of every contender."""
     preset, file = tmp_path / "preset.toml", tmp_path / "record.json"
     preset.write_text(PRESET)
-    words = "-m torch.distributed.run --standalone --nproc-per-node=2 benchmarks/growth.py "
-    words += f"--preset {preset} --axes ranks --rounds 1 --turns 1 --json {file}"
-    ended = subprocess.run(
-        [sys.executable, *words.split()],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count(growth.TIME) == 1  # only the first process reports
+    words = f"--preset {preset} --axes ranks --rounds 1 --turns 1 --json {file}".split()
+    target = partial(as_a_rank, "growth", words)
+    with start_ranks(target, range(2), 2, tmp_path, agent=True) as ranks:
+        assert ranks.wait() == [0, 0], ranks.text()
+        assert ranks.text().count(growth.TIME) == 1  # only the first process reports
     (record,) = json.loads(file.read_text())
     assert record["command"].startswith("torchrun --nproc-per-node 2 ")
     alone, pair, missing = record["contenders"]
