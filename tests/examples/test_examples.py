@@ -308,7 +308,7 @@ def assert_plain(found: ZeroRun) -> None:
         assert (found[2][name] - whole).norm() <= 1e-10 * whole.norm(), name
 
 
-@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 2), (2, 2), (3, 1), (3, 2), (3, 3)])
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (3, 1), (3, 3)])  # others: the next test
 def test_each_zero_stage_is_plain_torch(gloo: Pool, stage: int, world: int) -> None:
     for found in gloo.run(world, train_zero, [stage]):
         assert_plain(found)

@@ -52,7 +52,7 @@ def continued(tensor_size: int | str, sampling: Sampling, batch: int = len(PROMP
 
 
 def each_way(tensor_size: int | str, batch: int) -> list[Texts]:
-    ways = (Sampling(12, temperature=0.0), Sampling(12, seed=5), Sampling(12, 0.8, 20, 0.9))
+    ways = (Sampling(6, temperature=0.0), Sampling(6, 0.8, 20, 0.9, seed=5))
     return [continued(tensor_size, sampling, batch) for sampling in ways]
 
 
@@ -61,7 +61,7 @@ def test_the_text_is_the_same_at_every_layout_and_in_every_batch(gloo: Pool) -> 
     for texts in expected:
         assert len({tuple(tokens) for tokens in texts}) >= 5, "not all the same"
     assert each_way(1, 1) == each_way(1, 4) == expected
-    layouts = (2, 2), (4, 4), (4, "4:2d"), (8, "8:3d"), (2, "context=2"), (4, "context=4:p2p")
+    layouts = (2, 2), (4, "4:2d"), (8, "8:3d"), (2, "context=2:p2p")
     for world, size in layouts:
         for found in gloo.run(world, each_way, size, 4):
             assert found == expected
