@@ -254,8 +254,8 @@ FAULTS: dict[str, tuple[int, Callable[[], None], str, list[str]]] = {
     ),
     "the second input of a stage is never sent": (
         2, on_message("start_send", 0, 3, STEP, 1, partial(time.sleep, 1000)),
-        f"{STAGES} 2 --distributed-timeout-minutes 0.15",
-        [r"9 s: rank 0 of 2 \(pipeline 0, .*\)",
+        f"{STAGES} 2 --distributed-timeout-minutes 0.1",
+        [r"6 s: rank 0 of 2 \(pipeline 0, .*\)",
          r"rank 1 of 2 .* pipeline 0 -> 1: .* stage 1, micro-batch 1 "],
     ),
 }  # fmt: skip

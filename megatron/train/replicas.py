@@ -37,7 +37,7 @@ FACTOR = 0x9E3779B97F4A7C15 - 2**64
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by bytes per element
 
 
-class ReplicaDrift(RuntimeError):  # noqa: N818
+class ReplicaDrift(Exception):  # noqa: N818
     """Ranks that should hold the same hold different values; every rank raises the same error.
 
     names: of all values that differ, tensors first. axes: those along which the first one differs.
