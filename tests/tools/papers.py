@@ -101,6 +101,12 @@ def forked(name: str, commands: Sequence[runner.Command], output: Path) -> None:
         run_command(command.argv + command.tuning, output / "stages", command.accepts)
 
 
+def fork_commands(patch: pytest.MonkeyPatch) -> None:
+    """Let experiments start their commands so, with a thread each, as tests run beside others."""
+    patch.setattr(os, "sched_getaffinity", lambda _: {0})
+    patch.setattr(runner, "run_commands", forked)
+
+
 def shell(*words: object) -> str:
     """The output of bash for these words, in the root of the repository and with this Python first
     on the path; it has to end well."""
@@ -118,10 +124,11 @@ def shell(*words: object) -> str:
 
 
 def reused_stages(experiment: ModuleType, words: list[object]) -> int:
-    """How many stages the experiment reuses when it, or its script, has run with these flags."""
+    """How many stages the experiment reuses with these flags, where it has run before."""
     printed = io.TextIOWrapper(io.BytesIO(), "utf-8")
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.setattr(runner, "PYTHON", ROOT / ".venv" / "bin" / "python")  # as scripts have it
+        fork_commands(patch)
         experiment.run(parse(experiment.Settings, [str(word) for word in words], {}))
     printed.seek(0)
     return printed.read().count("reused")

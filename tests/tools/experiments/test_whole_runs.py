@@ -2,7 +2,6 @@
 those that compare runs. Their commands run in processes that have imported torch before."""
 
 import json
-import os
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -14,24 +13,19 @@ from safetensors.torch import load_file
 
 from tests.data.samples import write_data, write_tokenizer
 from tests.tasks.made import write_model
-from tests.tools.papers import forked, reused_stages, shell, small_preset, write_folder
-from tools.experiments import (
-    figure6,
-    figure7,
-    finetuning,
-    learning_curves,
-    lm_harness,
-    miniature,
-    runner,
-)
+from tests.tools.papers import fork_commands, reused_stages, shell, small_preset, write_folder
+from tools.experiments import figure6, figure7, finetuning, learning_curves, lm_harness, miniature
 from tools.experiments.miniature import MINUTES
 from tools.experiments.stages import LAMBADA
 
-SMALL = {
+MODEL = {
     "num_layers": "2",
     "hidden_size": "32",
     "seq_length": "64",
     "max_position_embeddings": "64",
+}
+SMALL = {
+    **MODEL,
     "train_iters": "10",
     "lr_warmup_iters": "2",
     "log_interval": "5",
@@ -44,9 +38,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def fast_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands have a thread each, as tests run beside each other."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    monkeypatch.setattr(runner, "run_commands", forked)
+    fork_commands(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -116,26 +108,30 @@ def test_figure_7(tmp_path: Path, data: Path) -> None:
     assert reused_stages(figure7, words) == len(stamps) == 5
 
 
-def runs_of(settings: learning_curves.Settings) -> list[dict[str, Any]]:
-    learning_curves.run(settings)
-    return json.loads((settings.output / "learning_curves.json").read_text())["runs"]
-
-
-def test_learning_curves(tmp_path: Path) -> None:
+def test_learning_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a text of 60 ids, each followed by the next."""
+    preset = small_preset(tmp_path, "quickstart", {**MODEL, "hidden_size": 64})
+    for name, old, new in (
+        ("COMMON", "-iters 50", "-iters 5"),
+        ("LAYOUTS", "--num-layers 4", "--num-layers 2"),
+        ("DROPOUT", "quickstart", str(preset)),
+    ):
+        monkeypatch.setattr(learning_curves, name, getattr(learning_curves, name).replace(old, new))
     prefix = tmp_path / "text_document"
     starts = np.random.default_rng(0).integers(0, 60, 60)
     write_data(prefix, [[*((start + np.arange(300)) % 60 + 1), 0] for start in starts])
 
-    def settings(steps: int, *runs: str) -> learning_curves.Settings:
+    def runs_of(steps: int, *runs: str) -> list[dict[str, Any]]:
         output = tmp_path / str(steps)
-        return learning_curves.Settings(data_path=prefix, output=output, steps=steps, runs=runs)
+        given = {"data_path": prefix, "output": output, "steps": steps, "runs": runs}
+        learning_curves.run(learning_curves.Settings(**given))
+        return json.loads((output / "learning_curves.json").read_text())["runs"]
 
-    serial, theirs = runs_of(settings(52, "serial", "transformers"))
+    serial, theirs = runs_of(12, "serial", "transformers")
     assert serial["losses"][-1] < serial["losses"][0]
     np.testing.assert_allclose(theirs["losses"], serial["losses"], atol=2e-5)
     assert max(theirs["gaps"]) < 2e-5
-    first, second = runs_of(settings(10, *learning_curves.MASKS))
+    first, second = runs_of(10, *learning_curves.MASKS)
     assert first["losses"][0] != second["losses"][0]  # other elements are dropped
     # They have the same weights and samples.
     assert first["losses"][0] == pytest.approx(second["losses"][0], rel=0.02)
