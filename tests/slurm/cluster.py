@@ -156,6 +156,10 @@ class Cluster:
         self.kill_members(SLURMD_NODENAME=node)
         slurmd.wait()
 
+    def set_down(self, node: str) -> None:
+        """What Slurm does with a node that no longer answers, after half a minute of asking."""
+        self.ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=killed")
+
     def kill_members(self, **variables: str) -> None:
         while members := self.members(**variables):
             kill(members)
