@@ -1,6 +1,7 @@
 """A GPT-2 small enough for tests, its batches, and its tensors gathered whole."""
 
 import gc
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from math import inf
 from pathlib import Path
@@ -247,17 +248,29 @@ def live_memories() -> dict[int, int]:
     return {memory.data_ptr(): memory.nbytes() for memory in found}
 
 
-class Communication(TorchDispatchMode):
+class Watch(TorchDispatchMode):
+    """Shows `see` each operator inside, its arguments and its result."""
+
+    def __init__(self, see: Callable[[Any, Sequence[Any], Any], object]) -> None:
+        super().__init__()
+        self.see = see
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.see(function, args, result)
+        return result
+
+
+class Communication(Watch):
     """Records (collective, shape) of all that goes over the process groups inside."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self.record)
         self.calls: list[tuple[str, tuple[int, ...]]] = []
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def record(self, function: Any, args: Sequence[Any], result: object) -> None:
         if function.namespace == "c10d":
             tensors = args[0] if isinstance(args[0], list) else [args[0]]
             self.calls.append((function.overloadpacket.__name__, tuple(tensors[0].shape)))
-        return function(*args, **(kwargs or {}))

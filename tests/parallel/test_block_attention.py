@@ -10,8 +10,6 @@ from torch import Tensor
 from megatron.parallel import kernels
 from megatron.parallel.block_attention import BLOCK, block_attention
 from megatron.parallel.dropout import dropout, head_keys, layer_key, row_keys
-from megatron.parallel.layers import AttentionCore
-from megatron.parallel.mesh import serial_mesh
 
 BATCH, HEADS, SIZE = 2, 3, 8
 
@@ -110,28 +108,3 @@ def test_in_bf16_it_is_about_as_exact_as_torchs() -> None:
     ours = error(block_attention(*exact, None, True))
     assert ours[0] < 1.2 * theirs[0]
     assert ours[1] < 1.2 * theirs[1]
-
-
-@pytest.mark.skipif(not kernels.use_cpu_kernels, reason="blocks are for dropout alone")
-@pytest.mark.parametrize(
-    ("dtype", "length", "dropout", "is_causal", "is_used"),
-    [
-        (torch.float32, 64, 0.0, True, True),
-        (torch.float32, 64, 0.0, False, False),
-        (torch.bfloat16, 64, 0.0, False, True),
-        (torch.bfloat16, 520, 0.0, True, False),
-        (torch.float32, 520, 0.1, False, True),
-    ],
-)
-def test_training_uses_it_where_it_takes_less_time_and_for_dropout(
-    dtype: torch.dtype, length: int, dropout: float, is_causal: bool, is_used: bool
-) -> None:
-    core = AttentionCore(serial_mesh(), 0, dropout, "core")
-    q, k, v = draw(length, dtype)
-    mask = None if is_causal else key_mask(length)
-    rows = row_keys(torch.arange(BATCH), torch.arange(length))
-    trained = core(q, k, v, mask, is_causal, rows)
-    before = trained.grad_fn.next_functions[0][0]  # the result is unfolded
-    assert ("BlockAttention" in before.name()) == is_used
-    with torch.no_grad():
-        assert core.eval()(q, k, v, mask, is_causal).shape == trained.shape

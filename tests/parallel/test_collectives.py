@@ -1,12 +1,12 @@
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.parallel import collectives
@@ -26,9 +26,10 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.mesh import Axis, serial_mesh
 from megatron.parallel.regions import copy_to, gather_with_gradient, reduce_from
+from tests.checkpoint.saving import before_calls
 from tests.dist import Pool
 from tests.refusals import refusal
-from tests.tiny import mesh_of_ranks
+from tests.tiny import Watch, mesh_of_ranks
 
 
 class Strides(NamedTuple):
@@ -78,6 +79,14 @@ def total(terms: Terms, rank: int = 0) -> Tensor:
     return terms[0] + terms[1]
 
 
+def joined(dim: int) -> Callable[[Terms, int], Tensor]:
+    return lambda terms, _: torch.cat([*terms], dim)
+
+
+def part(dim: int) -> Callable[[Terms, int], Tensor]:
+    return lambda terms, rank: total(terms).chunk(2, dim)[rank]
+
+
 def message(x: Tensor, axis: Axis) -> Tensor:
     return (start_receive if axis.rank else start_send)(x, axis, 1 - axis.rank, "x")()
 
@@ -112,24 +121,13 @@ CASES = {
         lambda x, axis: start_broadcast(x, axis, 1)(), lambda terms, _: terms[1]
     ),
     "a message": Case(message, lambda terms, _: terms[0], in_place=True),
-    "start_gather": Case(
-        lambda x, axis: start_gather(x, axis)(), lambda terms, _: torch.cat(terms)
-    ),
-    "start_gather, out": Case(gather_into, lambda terms, _: torch.cat(terms)),
-    "start_gather of columns": Case(
-        lambda x, axis: cut(1, axis).start_whole(x)(), lambda terms, _: torch.cat(terms, 1)
-    ),
-    "gather_from": Case(
-        lambda x, axis: gather_from(x, 1, axis), lambda terms, _: torch.cat(terms, 1)
-    ),
-    "start_sum": Case(
-        lambda x, axis: start_sum(x, axis, axis)(), lambda terms, rank: total(terms).chunk(2)[rank]
-    ),
-    "start_sum, out": Case(sum_into, lambda terms, rank: total(terms).chunk(2)[rank]),
-    "start_sum of columns": Case(
-        lambda x, axis: cut(1, axis).start_part(x)(),
-        lambda terms, rank: total(terms).chunk(2, 1)[rank],
-    ),
+    "start_gather": Case(lambda x, axis: start_gather(x, axis)(), joined(0)),
+    "start_gather, out": Case(gather_into, joined(0)),
+    "start_gather of columns": Case(lambda x, axis: cut(1, axis).start_whole(x)(), joined(1)),
+    "gather_from": Case(lambda x, axis: gather_from(x, 1, axis), joined(1)),
+    "start_sum": Case(lambda x, axis: start_sum(x, axis, axis)(), part(0)),
+    "start_sum, out": Case(sum_into, part(0)),
+    "start_sum of columns": Case(lambda x, axis: cut(1, axis).start_part(x)(), part(1)),
 }
 
 
@@ -163,15 +161,11 @@ def wrong_through_host(x_of: str) -> list[str]:
     """x_of: the device for whose tensors this group's messages go through the host."""
     own, crossed = torch.ones(3), []
     axis = mesh_of_ranks(2).tensor
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "THROUGH_HOST", {("gloo", x_of)})
-        for name in ("isend", "irecv"):
-            real = getattr(torch.distributed, name)
-            patch.setattr(
-                torch.distributed,
-                name,
-                lambda x, real=real, **rest: crossed.append(x.data_ptr()) or real(x, **rest),
-            )
+    watched = before_calls(
+        lambda _, given: crossed.append(given[0].data_ptr()),
+        *("torch.distributed.isend", "torch.distributed.irecv"),
+    )
+    with patch.object(collectives, "THROUGH_HOST", {("gloo", x_of)}), watched:
         message(own, axis)
         is_copied = crossed != [own.data_ptr()]
         wrong = wrong_with_strides("a message")
@@ -195,23 +189,14 @@ class Differentiable(NamedTuple):
 
 DIFFERENTIABLE = {
     "reduce_from": Differentiable(reduce_from, total, is_shared=True),
-    "reduce_from, rows": Differentiable(
-        lambda x, axis: reduce_from(x, axis, axis), lambda terms, rank: total(terms).chunk(2)[rank]
-    ),
+    "reduce_from, rows": Differentiable(lambda x, axis: reduce_from(x, axis, axis), part(0)),
     # Each rank's x stands for one that all have.
     "copy_to": Differentiable(copy_to, lambda terms, rank: total(terms) - terms[1 - rank].detach()),
-    "copy_to, rows": Differentiable(
-        lambda x, axis: copy_to(x, axis, axis), lambda terms, _: torch.cat([*terms])
-    ),
+    "copy_to, rows": Differentiable(lambda x, axis: copy_to(x, axis, axis), joined(0)),
     "gather_with_gradient": Differentiable(
-        lambda x, axis: gather_with_gradient(x, 1, axis),
-        lambda terms, _: torch.cat([*terms], 1),
-        is_shared=True,
+        lambda x, axis: gather_with_gradient(x, 1, axis), joined(1), is_shared=True
     ),
-    "sum_terms of columns": Differentiable(
-        lambda x, axis: sum_terms(x, cut(1, axis)),
-        lambda terms, rank: total(terms).chunk(2, 1)[rank],
-    ),
+    "sum_terms of columns": Differentiable(lambda x, axis: sum_terms(x, cut(1, axis)), part(1)),
 }
 DY = {  # strides of a gradient [n, c]
     "transposed": lambda dy: dy.T.contiguous().T,
@@ -282,30 +267,20 @@ def test_f_leaves_a_gradient_that_others_read_as_it_is(gloo: Pool) -> None:
         assert of_z.tolist() == [1.0 + rank] * 3
 
 
-class InPieces(TorchDispatchMode):
-    """Names the collectives that are given a tensor that is not contiguous, which gloo copies and
-    NCCL refuses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if function.namespace == "c10d":
-            tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
-            if not all(each.is_contiguous() for each in tensors):
-                self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
 def given_in_pieces() -> list[str]:
-    axis = mesh_of_ranks(2).tensor
-    with InPieces() as found:
+    """The collectives that are given a tensor that is not contiguous, which gloo copies and NCCL
+    refuses."""
+    axis, found = mesh_of_ranks(2).tensor, []
+
+    def see(function: Any, args: Sequence[Any], result: object) -> None:
+        tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+        if function.namespace == "c10d" and not all(each.is_contiguous() for each in tensors):
+            found.append(str(function))
+
+    with Watch(see):
         for case in CASES.values():
             case.run(STRIDES["transposed"].part(torch.ones(6, 4)), axis)
-    return found.names
+    return found
 
 
 def test_backends_get_contiguous_tensors(gloo: Pool) -> None:

@@ -47,18 +47,15 @@ def on_ranks(ranks: int, kind: str, function: Any, *arguments: Any) -> Any:
     return threads.run("1d", {"context": ranks}, run)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "kind", "order"),
-    [
+def test_each_rank_has_its_tokens() -> None:
+    for ranks, kind, order in (
         (1, "p2p", [[*range(8)]]),
         (2, "a2a", [[0, 1, 2, 3], [4, 5, 6, 7]]),
         (2, "p2p", [[0, 1, 6, 7], [2, 3, 4, 5]]),
         (4, "a2a", [[0, 1], [2, 3], [4, 5], [6, 7]]),
         (4, "p2p", [[0, 7], [1, 6], [2, 5], [3, 4]]),
-    ],
-)
-def test_each_rank_has_its_tokens(ranks: int, kind: str, order: list[list[int]]) -> None:
-    assert token_order(8, ranks, kind).tolist() == order
+    ):
+        assert token_order(8, ranks, kind).tolist() == order
 
 
 @pytest.mark.parametrize(("size", "ranks", "kind"), [(9, 2, "a2a"), (6, 2, "p2p"), (4, 4, "p2p")])
@@ -97,13 +94,11 @@ def test_ranks_read_all_tokens_once_and_fill_up_samples(kind: str, cut: int) -> 
 def test_padding_before_a_token_is_refused_under_p2p() -> None:
     batch = padded(4)
     left = replace(batch, is_real=batch.is_real[:, ::-1].copy())
-    for kind, real, is_refused in (("a2a", left, 0), ("p2p", batch, 0), ("p2p", left, 1)):
-        if is_refused:
-            error = refusal(lambda k=kind, r=real: on_ranks(2, k, local_tokens_of, r))
-            assert isinstance(error, ValueError)
-            assert str(error).startswith("is_real")
-        else:
-            on_ranks(2, kind, local_tokens_of, real)
+    for kind, real in (("a2a", left), ("p2p", batch)):
+        on_ranks(2, kind, lambda mesh, real=real: local_tokens(real, mesh))
+    error = refusal(lambda: on_ranks(2, "p2p", lambda mesh: local_tokens(left, mesh)))
+    assert isinstance(error, ValueError)
+    assert str(error).startswith("is_real")
 
 
 def test_a_ring_refuses_a_mask_of_ones_own() -> None:
@@ -115,10 +110,6 @@ def test_a_ring_refuses_a_mask_of_ones_own() -> None:
     error = refusal(lambda: on_ranks(2, "p2p", attend))
     assert isinstance(error, ValueError)
     assert str(error).startswith("cp_comm_type p2p")
-
-
-def local_tokens_of(mesh: Mesh, batch: Any) -> Any:
-    return local_tokens(batch, mesh)
 
 
 def summed(mesh: Mesh, xs: Tensor, ys: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -141,8 +132,7 @@ def test_sums_over_ranks_and_their_gradients(kind: str, name: str) -> None:
     found = on_ranks(4, kind, summed, xs, ys, name)
     order = torch.from_numpy(token_order(SEQUENCE, 4, kind))
     for rank, (out, gradient) in enumerate(found):
-        expected = xs.sum(0)
-        its_y = ys.sum(0)
+        expected, its_y = xs.sum(0), ys.sum(0)
         if name == "whole":
             expected = torch.cat([*xs], 1)[:, order.flatten().argsort()]
             its_y = its_y[:, order[rank]]
@@ -210,44 +200,6 @@ def test_documents_and_padding_at_the_edges_of_parts(name: str, ranks: int, kind
     losses, gradients = added(on_ranks(ranks, kind, trained, *MODELS[name]))
     torch.testing.assert_close(losses, alone(name)[0], rtol=1e-12, atol=0)
     assert_gradients(dict(gradients), dict(alone(name)[1]), 1e-12)
-
-
-def second_document(mesh: Mesh, config: Any, batch: GPT2Batch) -> Sequence[Tensor]:
-    """(Loss and gradients of this rank's tokens of document 2, logits of these)"""
-    loss, gradients = trained(mesh, config, batch)
-    model = build_model(config, mesh, VOCABULARY, seed=SEED, dtype=torch.float64)
-    own = on_device(local_tokens(batch, mesh), CPU)
-    logits = model(own).detach()[own.loss_mask.flatten() > 0]
-    return loss, logits, *gradients.values()
-
-
-@pytest.mark.parametrize("dropout", [{}, DROPOUT], ids=["kernel", "dropout"])
-@pytest.mark.parametrize(("ranks", "kind"), [(1, "a2a"), (2, "a2a"), (4, "a2a"), (4, "p2p")])
-def test_a_document_does_not_see_the_one_before_it(
-    ranks: int, kind: str, dropout: dict[str, float]
-) -> None:
-    """Another document 1 changes no bit of document 2."""
-    first = 7
-    starts = np.where(np.arange(SEQUENCE) < first, 0, first)[None].repeat(2, 0)
-    batch = samples(2)
-    batch = replace(
-        batch,
-        document_starts=starts,
-        positions=np.arange(SEQUENCE) - starts,
-        loss_mask=(starts > 0).astype(np.float32),
-    )
-    tokens = batch.tokens.copy()
-    tokens[:, :first] = (tokens[:, :first] + 1) % VOCABULARY
-    config = tiny_config(**dropout)
-    one, other = (
-        on_ranks(ranks, kind, second_document, config, each)
-        if ranks > 1
-        else [second_document(serial_mesh(), config, each)]
-        for each in (batch, replace(batch, tokens=tokens))
-    )
-    for its_one, its_other in zip(one, other, strict=True):
-        assert all(map(torch.equal, its_one, its_other))
-    assert any(logits.numel() for _, logits, *_ in one)
 
 
 @pytest.mark.parametrize("config", [tiny_config(), bert_config()], ids=["gpt2", "bert"])

@@ -47,25 +47,6 @@ def test_a_widened_matmul_is_exact_but_for_one_rounding(dtype: torch.dtype) -> N
     torch.testing.assert_close(found, exact, rtol=0.501 * torch.finfo(dtype).eps, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("x", "weight"),
-    [
-        (draw(N, IN), draw(OUT, 2 * IN)[:, :IN]),  # neither by rows nor by columns
-        (draw(1, IN), draw(OUT, IN)),
-        (draw(N - 1, IN), draw(OUT, IN)),  # it would keep code for every such size
-        (draw(N, IN - 1), draw(OUT, IN - 1)),
-        (draw(N, IN).double(), draw(OUT, IN).double()),
-        (draw(N, IN).bfloat16(), draw(OUT, IN).bfloat16()),
-    ],
-)
-def test_what_onednn_would_be_slow_at_stays_with_torch(
-    x: Tensor, weight: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(onednn, "is_faster_by_onednn", lambda: True)  # as on any processor
-    assert not onednn.is_faster(x, weight)
-    assert onednn.is_faster(draw(N, IN), draw(OUT, IN))
-
-
 def test_rows_are_padded_to_multiples_of_sixteen() -> None:
     assert [padded_rows(each) for each in (0, 1, 16, 17)] == [0, 16, 16, 32]
 
@@ -117,7 +98,6 @@ ROOT = Path(__file__).parents[2]
 TESTS = (
     "tests/parallel/test_layers.py::test_layers_equal_those_of_torch[2d]",
     "tests/parallel/test_buckets.py::test_narrow_buckets_round_a_sum_once",
-    "tests/models/test_gpt2.py::test_gpt2_equals_plain_torch",
     "tests/optim/test_adam.py::test_five_steps_equal_a_plain_loop[settings1]",
 )
 CODE = """

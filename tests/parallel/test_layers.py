@@ -14,29 +14,8 @@ from torch import Tensor, nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from megatron.api import (
-    ColumnParallelLinear,
-    GroupedQueryLinear2D,
-    InputLinear2D,
-    LayerNorm2D,
-    LayerNorm3D,
-    Linear2D,
-    Linear3D,
-    Mesh,
-    OutputLinear2D,
-    RMSNorm3D,
-    RowParallelLinear,
-    VocabParallelEmbedding2D,
-    VocabParallelHead2D,
-    exchange,
-    gather_stream,
-    gather_whole,
-    layer_factory,
-    materialize,
-    serial_mesh,
-    sharding_specs,
-    split_stream,
-)
+from megatron import api
+from megatron.api import Mesh, gather_whole, layer_factory, materialize, serial_mesh, sharding_specs
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.factory import ApexLayerNorm, LayerFactory
 from megatron.parallel.layers import VocabParallelHead, padded_vocabulary
@@ -53,6 +32,7 @@ TOKENS = 4  # of a rank
 
 # By name: mode and axes. A 2D mesh that is no square has no SUMMA.
 MESHES: dict[str, tuple[str, dict[str, int]]] = {
+    "one rank": ("1d", {"tensor": 1}),
     "1d": ("1d", {"tensor": 4}),
     "2d": ("2d", {"row": 2, "column": 2}),
     "2d, no square": ("2d", {"row": 2, "column": 3}),
@@ -102,8 +82,11 @@ class Case(NamedTuple):
     x: Place
     y: Place
     width: int | None = HIDDEN  # of x; None for token ids
-    is_cut: bool = False  # whether each of N ranks of a model holds 1/N of the weight
     call: Callable[[nn.Module, Tensor], Tensor] = call
+
+
+def of(name: str, *sizes: int, **settings: Any) -> Callable[[LayerFactory, Mesh], nn.Module]:
+    return lambda make, _: getattr(make, name)(*sizes, **settings)
 
 
 def dense(x: Tensor, w: Weights) -> Tensor:
@@ -146,57 +129,34 @@ def dense_heads(x: Tensor, w: Weights) -> Tensor:
 
 def grouped_query(key_value_heads: int, bias: bool) -> Case:
     sizes = {"heads": HEADS, "key_value_heads": key_value_heads, "head_size": HEAD_SIZE}
-    return Case(
-        lambda make, mesh: make.grouped_query(HIDDEN, **sizes, bias=bias),
-        dense_heads,
-        STREAM,
-        INSIDE,
-        call=heads_of,
-    )
+    make = of("grouped_query", HIDDEN, **sizes, bias=bias)
+    return Case(make, dense_heads, STREAM, INSIDE, call=heads_of)
 
 
 CASES = {
-    "column": Case(lambda make, mesh: make.column(HIDDEN, OUT), dense, STREAM, INSIDE, is_cut=True),
-    "three columns": Case(
-        lambda make, mesh: make.column(HIDDEN, OUT, parts=3), dense, STREAM, INSIDE, is_cut=True
-    ),
-    "column without bias": Case(
-        lambda make, mesh: make.column(HIDDEN, OUT, bias=False), dense, STREAM, INSIDE
-    ),
-    "row": Case(lambda make, mesh: make.row(OUT, HIDDEN), dense, INSIDE, STREAM, OUT, is_cut=True),
-    "row without bias": Case(
-        lambda make, mesh: make.row(OUT, HIDDEN, bias=False), dense, INSIDE, STREAM, OUT
-    ),
-    "linear": Case(lambda make, mesh: make.linear(HIDDEN, OUT), dense, STREAM, STREAM),
-    "input": Case(lambda make, mesh: make.input(5, HIDDEN), dense, WHOLE, STREAM, 5),
-    "output": Case(lambda make, mesh: make.output(HIDDEN, 2), dense, STREAM, WHOLE),
-    "layer norm": Case(lambda make, mesh: make.layer_norm(HIDDEN), layer_norm, STREAM, STREAM),
-    "RMS norm": Case(
-        lambda make, mesh: make.rms_norm(HIDDEN, epsilon=1e-5), rms_norm, STREAM, STREAM
-    ),
-    "inner layer norm": Case(
-        lambda make, mesh: make.inner_layer_norm(OUT), layer_norm, INSIDE, INSIDE, OUT
-    ),
+    "column": Case(of("column", HIDDEN, OUT), dense, STREAM, INSIDE),
+    "three columns": Case(of("column", HIDDEN, OUT, parts=3), dense, STREAM, INSIDE),
+    "column without bias": Case(of("column", HIDDEN, OUT, bias=False), dense, STREAM, INSIDE),
+    "row": Case(of("row", OUT, HIDDEN), dense, INSIDE, STREAM, OUT),
+    "row without bias": Case(of("row", OUT, HIDDEN, bias=False), dense, INSIDE, STREAM, OUT),
+    "linear": Case(of("linear", HIDDEN, OUT), dense, STREAM, STREAM),
+    "input": Case(of("input", 5, HIDDEN), dense, WHOLE, STREAM, 5),
+    "output": Case(of("output", HIDDEN, 2), dense, STREAM, WHOLE),
+    "layer norm": Case(of("layer_norm", HIDDEN), layer_norm, STREAM, STREAM),
+    "RMS norm": Case(of("rms_norm", HIDDEN, epsilon=1e-5), rms_norm, STREAM, STREAM),
+    "inner layer norm": Case(of("inner_layer_norm", OUT), layer_norm, INSIDE, INSIDE, OUT),
     "inner RMS norm": Case(
-        lambda make, mesh: RMSNorm3D(mesh, OUT, is_inside=True), rms_norm, INSIDE, INSIDE, OUT
+        lambda make, mesh: api.RMSNorm3D(mesh, OUT, is_inside=True), rms_norm, INSIDE, INSIDE, OUT
     ),
     "words": Case(
-        lambda make, mesh: make.word_embedding(VOCABULARY, HIDDEN, divisible_by=1),
-        words,
-        WHOLE,
-        STREAM,
-        None,
-        is_cut=True,
+        of("word_embedding", VOCABULARY, HIDDEN, divisible_by=1), words, WHOLE, STREAM, None
     ),
-    "positions": Case(
-        lambda make, mesh: make.position_embedding(VOCABULARY, HIDDEN), words, WHOLE, STREAM, None
-    ),
+    "positions": Case(of("position_embedding", VOCABULARY, HIDDEN), words, WHOLE, STREAM, None),
     "head": Case(
-        lambda make, mesh: make.head(VOCABULARY, HIDDEN, divisible_by=1, bias=True, untied_std=1.0),
+        of("head", VOCABULARY, HIDDEN, divisible_by=1, bias=True, untied_std=1.0),
         dense,
         STREAM,
         LOGITS,
-        is_cut=True,
     ),
     **{
         f"{count} key/value heads, {'a' if bias else 'no'} bias": grouped_query(count, bias)
@@ -204,6 +164,10 @@ CASES = {
         for bias in (True, False)
     },
 }
+
+
+# Each of N ranks of a model holds 1/N of their weights.
+CUT = ("column", "three columns", "row", "words", "head")
 
 
 def random_weights(module: nn.Module) -> Weights:
@@ -230,8 +194,9 @@ def turned(x: Tensor) -> Tensor:
     return x.mT.contiguous().mT
 
 
-def check_layer(mesh: Mesh, case: Case, leading: tuple[int, ...], is_of_words: bool) -> None:
+def check_layer(mesh: Mesh, name: str, leading: tuple[int, ...]) -> None:
     """leading: dims of x on this rank."""
+    case = CASES[name]
     tokens = torch.Size(leading).numel() * mesh.batch.size
     with torch.device("meta"):
         layer = case.make(layer_factory(mesh), mesh)
@@ -239,7 +204,7 @@ def check_layer(mesh: Mesh, case: Case, leading: tuple[int, ...], is_of_words: b
     if case.width is None:
         known = torch.arange(tokens) * 5 % VOCABULARY
         strange = torch.tensor([-1, VOCABULARY, 10_000])[torch.arange(tokens) // 3 % 3]
-        is_strange = (torch.arange(tokens) % 3 == 1) & is_of_words
+        is_strange = (torch.arange(tokens) % 3 == 1) & (name == "words")
         x = torch.where(is_strange, strange, known)
         own = case.x.own(x, mesh).unflatten(0, leading)
     else:
@@ -259,7 +224,7 @@ def check_layer(mesh: Mesh, case: Case, leading: tuple[int, ...], is_of_words: b
     if own.grad is not None:
         assert_close(own.grad.flatten(0, len(leading) - 1), case.x.own(x.grad, mesh))
     assert_gradients(layer, weights)
-    if case.is_cut and mesh.tensor_parallel_mode != "1d":
+    if name in CUT and mesh.tensor_parallel_mode != "1d":
         spec, ranks = sharding_specs(layer)["weight"], mesh.model_parallel.size
         whole = torch.Size((spec.padded_rows or spec.shape[0], *spec.shape[1:])).numel()
         assert layer.weight.numel() * ranks == whole
@@ -291,12 +256,12 @@ def check_loss(mesh: Mesh, is_tied: bool) -> None:
 
 
 def check_all(mesh: Mesh) -> None:
-    for name, case in CASES.items():
-        check_layer(mesh, case, (TOKENS,), name == "words")
+    for name in CASES:
+        check_layer(mesh, name, (TOKENS,))
     is_1d = mesh.tensor_parallel_mode == "1d"
     few = ("column", "row", "inner layer norm", "words", "positions", "head")
     for name in CASES if is_1d else few:
-        check_layer(mesh, CASES[name], (2, TOKENS // 2), name == "words")
+        check_layer(mesh, name, (2, TOKENS // 2))
     for is_tied in (True, False):
         check_loss(mesh, is_tied)
 
@@ -306,33 +271,21 @@ def test_layers_equal_those_of_torch(name: str) -> None:
     threads.run(*MESHES[name], check_all)
 
 
-def on_real_ranks(tensor_size: int | str) -> None:
-    check_all(mesh_of_ranks(tensor_size))
-
-
-@pytest.mark.parametrize(("world", "tensor_size"), [(1, 1), (2, 2), (4, "4:2d")])
-def test_layers_equal_those_of_torch_on_processes(
-    gloo: Pool, world: int, tensor_size: int | str
-) -> None:
-    gloo.run(world, on_real_ranks, tensor_size)
-
-
-def check_no_tokens(mesh: Mesh) -> None:
-    for name, case in CASES.items():
-        check_layer(mesh, case, (0,), name == "words")
-
-
 @pytest.mark.parametrize("name", ["2d", "2d, no square", "3d"])
 def test_a_batch_may_be_empty(name: str) -> None:
-    threads.run(*MESHES[name], check_no_tokens)
+    def check(mesh: Mesh) -> None:
+        for each in CASES:
+            check_layer(mesh, each, (0,))
+
+    threads.run(*MESHES[name], check)
 
 
 def check_stream(mesh: Mesh) -> None:
     for each in (mesh, replace(mesh, stream=mesh.tensor)) if mesh.hidden.size == 1 else (mesh,):
         x, w = random(1, 12, HIDDEN).requires_grad_(), random(2, 12, HIDDEN)
-        own = split_stream(x, each)
+        own = api.split_stream(x, each)
         assert own.numel() * each.hidden.size * each.stream.size == x.numel()
-        y = gather_stream(own, each)
+        y = api.gather_stream(own, each)
         (y * w).sum().backward()
         assert_close(y, x)
         assert_close(x.grad, w)
@@ -346,9 +299,9 @@ def test_a_split_stream_is_gathered(name: str) -> None:
 def check_exchange(mesh: Mesh) -> None:
     x = random(1, 3 * mesh.batch.size, 2)
     outer, inner = (Place(is_inside, None).own(x, mesh) for is_inside in (False, True))
-    assert exchange(mesh, None) is None
-    assert_close(exchange(mesh, outer), inner)
-    assert torch.equal(exchange(mesh, outer > 0), inner > 0)
+    assert api.exchange(mesh, None) is None
+    assert_close(api.exchange(mesh, outer), inner)
+    assert torch.equal(api.exchange(mesh, outer > 0), inner > 0)
 
 
 @pytest.mark.parametrize("name", ["2.5d", "3d", "3d of 27"])
@@ -375,18 +328,16 @@ def test_a_layer_is_built_with_the_same_values_at_every_layout(gloo: Pool) -> No
             assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize(
-    "name", ["column", "row", "words", "RMS norm", "3 key/value heads, a bias"]
-)
-def test_a_layer_on_meta_has_no_weights_until_they_are_made(name: str) -> None:
-    case, mesh = CASES[name], serial_mesh()
-    with torch.device("meta"):
-        layer = case.make(layer_factory(mesh), mesh)
-    x = torch.arange(4) if case.width is None else random(1, 4, case.width)
-    assert isinstance(refusal(lambda: layer(x), lines=1), RuntimeError)
-    for use in (layer, copy.deepcopy(layer)):
-        materialize(use, device=torch.device("cpu"), dtype=torch.float64, seed=0)
-        assert case.call(use, x).isfinite().all()
+def test_a_layer_on_meta_has_no_weights_until_they_are_made() -> None:
+    for name in ("column", "row", "words", "RMS norm", "3 key/value heads, a bias"):
+        case, mesh = CASES[name], serial_mesh()
+        with torch.device("meta"):
+            layer = case.make(layer_factory(mesh), mesh)
+        x = torch.arange(4) if case.width is None else random(1, 4, case.width)
+        assert isinstance(refusal(partial(layer, x), lines=1), RuntimeError)
+        for use in (layer, copy.deepcopy(layer)):
+            materialize(use, device=torch.device("cpu"), dtype=torch.float64, seed=0)
+            assert case.call(use, x).isfinite().all()
 
 
 def test_rotary_is_that_of_llama() -> None:
@@ -439,17 +390,8 @@ def on_rows(mesh: Mesh, name: str) -> object:
     return layer(x)
 
 
-ON_ROWS = (
-    "column",
-    "row",
-    "words",
-    "positions",
-    "linear",
-    "layer norm",
-    "RMS norm",
-    "input",
-    "output",
-)
+ON_ROWS = ["column", "row", "words", "positions", "linear", "layer norm", "RMS norm"]
+ON_ROWS += ["input", "output"]
 
 
 def under_autocast(mesh: Mesh, layer: nn.Module, width: int) -> object:
@@ -466,36 +408,36 @@ def grouped(kind: Any, mesh: Mesh, heads: int, key_value_heads: int) -> nn.Modul
 # another mode.
 REFUSED: dict[str, list[Callable[[Mesh], object]]] = {
     "2d": [
-        lambda mesh: Linear2D(mesh, 7, 8),
-        lambda mesh: Linear2D(mesh, 8, 7),
-        lambda mesh: InputLinear2D(mesh, 8, 7),
-        lambda mesh: OutputLinear2D(mesh, 7, 8),
-        lambda mesh: LayerNorm2D(mesh, 7),
-        lambda mesh: VocabParallelEmbedding2D(mesh, 8, 7),
-        lambda mesh: VocabParallelHead2D(mesh, 8, 7),
-        lambda mesh: grouped(GroupedQueryLinear2D, mesh, 3, 3),
-        lambda mesh: split_stream(torch.zeros(2, 7), mesh),
-        lambda mesh: Linear2D(mesh, 8, 8)(torch.zeros(2, 8)),
-        lambda mesh: LayerNorm2D(mesh, 8)(torch.zeros(2, 8)),
-        lambda mesh: ColumnParallelLinear(mesh, 8, 8),
-        lambda mesh: Linear3D(mesh, 8, 8),
-        lambda mesh: under_autocast(mesh, Linear2D(mesh, 8, 8), 4),
+        lambda mesh: api.Linear2D(mesh, 7, 8),
+        lambda mesh: api.Linear2D(mesh, 8, 7),
+        lambda mesh: api.InputLinear2D(mesh, 8, 7),
+        lambda mesh: api.OutputLinear2D(mesh, 7, 8),
+        lambda mesh: api.LayerNorm2D(mesh, 7),
+        lambda mesh: api.VocabParallelEmbedding2D(mesh, 8, 7),
+        lambda mesh: api.VocabParallelHead2D(mesh, 8, 7),
+        lambda mesh: grouped(api.GroupedQueryLinear2D, mesh, 3, 3),
+        lambda mesh: api.split_stream(torch.zeros(2, 7), mesh),
+        lambda mesh: api.Linear2D(mesh, 8, 8)(torch.zeros(2, 8)),
+        lambda mesh: api.LayerNorm2D(mesh, 8)(torch.zeros(2, 8)),
+        lambda mesh: api.ColumnParallelLinear(mesh, 8, 8),
+        lambda mesh: api.Linear3D(mesh, 8, 8),
+        lambda mesh: under_autocast(mesh, api.Linear2D(mesh, 8, 8), 4),
     ],
-    "2.5d": [lambda mesh: RowParallelLinear(mesh, 8, 8)],
+    "2.5d": [lambda mesh: api.RowParallelLinear(mesh, 8, 8)],
     "3d": [
-        lambda mesh: LayerNorm3D(mesh, 7),
+        lambda mesh: api.LayerNorm3D(mesh, 7),
         lambda mesh: grouped(GroupedQueryLinear, mesh, 4, 4),
         lambda mesh: ApexLayerNorm(mesh, 8),
     ],
-    "1d": [lambda mesh: Linear2D(mesh, 8, 8)],
+    "1d": [lambda mesh: api.Linear2D(mesh, 8, 8)],
     "serial": [
-        lambda mesh: ColumnParallelLinear(mesh, 8, 8)(torch.zeros(2, 7)),
-        lambda mesh: RowParallelLinear(mesh, 8, 8)(torch.zeros(2, 7)),
+        lambda mesh: api.ColumnParallelLinear(mesh, 8, 8)(torch.zeros(2, 7)),
+        lambda mesh: api.RowParallelLinear(mesh, 8, 8)(torch.zeros(2, 7)),
         lambda mesh: layer_factory(mesh).linear(8, 8)(torch.zeros(2, 7)),
         lambda mesh: VocabParallelHead(mesh, 8, 8)(torch.zeros(2, 8)),  # of no weight
         lambda mesh: grouped(GroupedQueryLinear, mesh, 12, 5),
         lambda mesh: grouped(GroupedQueryLinear, mesh, 4, 8),
-        lambda mesh: under_autocast(mesh, ColumnParallelLinear(mesh, 8, 8), 8),
+        lambda mesh: under_autocast(mesh, api.ColumnParallelLinear(mesh, 8, 8), 8),
         *(partial(on_rows, name=name) for name in ON_ROWS),
     ],
 }

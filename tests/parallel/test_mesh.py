@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.errors import UsageError
 from megatron.parallel.agree import agree, on_all_ranks
-from megatron.parallel.mesh import Axis, Mesh, build_mesh, serial_mesh
+from megatron.parallel.mesh import Axis, Mesh, build_mesh
 from megatron.parallel.sharding import ShardingSpec
 from tests.dist import Pool
 from tests.refusals import refusal
@@ -43,13 +43,6 @@ def test_a_mesh_answers_by_the_names_of_axes(gloo: Pool) -> None:
 def ranks(axis: Axis) -> list[int]:
     """Those that this rank meets along the axis."""
     return dist.get_process_group_ranks(axis.group) if axis.size > 1 else []
-
-
-def test_the_tensor_axis_is_the_fastest() -> None:
-    for rank, joined in enumerate(([0, 1], [0, 1], [2, 3], [2, 3])):
-        with rank_of(4, rank, tensor=2) as mesh:
-            assert mesh.coordinates == {"data": rank // 2, "tensor": rank % 2}
-            assert (mesh.is_first, mesh.size(), ranks(mesh.tensor)) == (rank == 0, 4, joined)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +76,7 @@ def test_unions_join_the_ranks_that_the_table_says() -> None:
     """Pipeline 3, data 2, context 2, tensor 2, the slowest first: rank 22 is at 2, 1, 1, 0."""
     with rank_of(24, 22, pipeline=3, context=2, tensor=2) as mesh:
         assert mesh.coordinates == {"pipeline": 2, "data": 1, "context": 1, "tensor": 0}
+        assert (mesh.size(), mesh.is_first) == (24, False)
         assert mesh.describe_rank() == "pipeline 2, data 1, context 1, tensor 0"
         assert ranks(mesh.pipeline) == [6, 14, 22]
         assert ranks(mesh.data) == [18, 22]
@@ -133,22 +127,6 @@ def test_one_rank_counts_for_all_that_hold_a_shard() -> None:
                 assert found == owns, (place, spec)
 
 
-def test_a_union_of_one_axis_is_that_axis() -> None:
-    with rank_of(4, 1, tensor=2) as mesh:
-        assert mesh.batch is mesh.loss is mesh.replicas is mesh.data
-        assert mesh.model_parallel is mesh.tensor
-        assert mesh.sizes == {"data": 2, "tensor": 2}
-        assert mesh.embedding_group.size == mesh.pipeline.size == mesh.context.size == 1
-
-
-def test_the_serial_mesh_needs_no_process_group() -> None:
-    mesh = serial_mesh()
-    assert not dist.is_initialized()
-    assert (mesh.size(), mesh.is_first) == (1, True)
-    assert mesh.coordinates == {"data": 0, "tensor": 0}
-    assert mesh.describe_rank() == "data 0, tensor 0"
-
-
 def test_unions_of_each_mode_have_the_axes_of_their_paper() -> None:
     """Copies of 2.5D read other samples and hold the same weights; the rest is one model."""
     names = ("replicas", "batch", "loss", "model_parallel", "tokens", "hidden", "vocabulary")
@@ -165,37 +143,27 @@ def test_unions_of_each_mode_have_the_axes_of_their_paper() -> None:
 # Messages of one rank, and of all
 
 
-def fail_on(failing: tuple[int, ...]) -> int:
-    rank = dist.get_rank()
-    if rank in failing:
-        raise UsageError("--seed", rank, "1234", works=("--seed", "1234"))
-    return rank
-
-
 def outcome(failing: tuple[int, ...]) -> tuple[object, ...]:
-    mesh = build_mesh({}, CPU)
+    mesh, rank = build_mesh({}, CPU), dist.get_rank()
+
+    def fail() -> int:
+        if rank in failing:
+            raise UsageError("--seed", rank, "1234", works=("--seed", "1234"))
+        return rank
+
+    refused: tuple[object, ...] = ()
     try:
-        value = on_all_ranks(mesh, lambda: fail_on(failing))
-        assert value == dist.get_rank()
+        assert on_all_ranks(mesh, fail) == rank
     except UsageError as error:
         notes = getattr(error, "__notes__", [])
         refused = (error.flag, error.value, error.allowed, error.works, notes)
-    else:
-        refused = ()
     try:
-        return refused, agree(mesh, lambda: fail_on(failing))
+        return refused, agree(mesh, fail)
     except OSError as error:
         return refused, "data 1" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("failing", "expected"),
-    [
-        ((), ((), [0, 1, 2])),
-        ((1, 2), (("--seed", 1, "1234", ("--seed", "1234"), ["on rank 1"]), True)),
-    ],
-)
-def test_every_rank_raises_what_the_first_one_does(
-    gloo: Pool, failing: tuple[int, ...], expected: object
-) -> None:
-    assert gloo.run(3, outcome, failing) == [expected] * 3
+def test_every_rank_raises_what_the_first_one_does(gloo: Pool) -> None:
+    assert gloo.run(3, outcome, ()) == [((), [0, 1, 2])] * 3
+    refused = ("--seed", 1, "1234", ("--seed", "1234"), ["on rank 1"])
+    assert gloo.run(3, outcome, (1, 2)) == [(refused, True)] * 3

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.checkpoint.format import Checkpoint
-from megatron.checkpoint.load import newest_whole
+from megatron.checkpoint.format import read_checkpoint
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.optim.adam import MasterWeights
 from megatron.parallel.buckets import GradientBuckets
-from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
+from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.offload import SMALLEST, LayerOffload, on_host
 from megatron.parallel.partition import partition
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
@@ -40,6 +38,7 @@ from tests.tiny import (
     tiny_config,
     tiny_state,
 )
+from tools.layouts.layout import parse_layout
 
 CPU = torch.device("cpu")
 PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
@@ -95,11 +94,9 @@ def tensors(state: TrainState) -> dict[str, Tensor]:
     return {each.key: each.local.clone() for each in state.slices()}
 
 
-def check_equal(
-    sizes: dict[str, int], cases: Sequence[dict[str, Any]], sequence_parallel: bool
-) -> None:
-    mesh = build_mesh({"tensor": 1} | sizes, CPU, sequence_parallel=sequence_parallel)
-    for case in cases:
+def check_equal(layout: str) -> None:
+    mesh = mesh_of_ranks(layout)
+    for case in CASES[layout]:
         one, other = (state_of(mesh, offloads, **case) for offloads in (False, True))
         fp16 = case.get("precision") == "fp16"
         number = range(3 if fp16 else 2)
@@ -120,38 +117,24 @@ def check_equal(
             assert torch.equal(each, that), (case, key)
 
 
-# By (sizes of the mesh, whether the rows of the stream are cut).
-CASES: dict[str, tuple[dict[str, int], bool, list[dict[str, Any]]]] = {
-    "data": (
-        {"data": 2},
-        False,
-        [
-            {"precision": "pure"},
-            {"precision": "bf16", "stage": 2},
-            {"precision": "fp16", "granularity": "full", "stage": 3},
-            {"model": "llama", "precision": "bf16", "stage": 1},
-            {"model": "hf-gpt2", "granularity": "full"},
-        ],
-    ),
-    "tensor": ({"tensor": 2}, False, [{"precision": "bf16"}, {"model": "bert"}]),
-    "pipeline": (
-        {"pipeline": 2},
-        False,
-        [{"schedule": "interleaved"}, {"schedule": "zb-h1", "precision": "bf16"}],
-    ),
-    "tensor and data": ({"tensor": 2, "data": 2}, True, [{"granularity": "full", "stage": 3}]),
-    "pipeline and data": (
-        {"pipeline": 2, "data": 2},
-        False,
-        [{"schedule": "1f1b", "granularity": "full", "stage": 1}],
-    ),
+CASES: dict[str, list[dict[str, Any]]] = {
+    "data=2": [
+        {"precision": "pure"},
+        {"precision": "bf16", "stage": 2},
+        {"precision": "fp16", "granularity": "full", "stage": 3},
+        {"model": "llama", "precision": "bf16", "stage": 1},
+        {"model": "hf-gpt2", "granularity": "full"},
+    ],
+    "tensor=2": [{"precision": "bf16"}, {"model": "bert"}],
+    "pipeline=2": [{"schedule": "interleaved"}, {"schedule": "zb-h1", "precision": "bf16"}],
+    "tensor=2,data=2,sequence": [{"granularity": "full", "stage": 3}],
+    "data=2,pipeline=2": [{"schedule": "1f1b", "granularity": "full", "stage": 1}],
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_runs_are_equal_bit_by_bit(gloo: Pool, name: str) -> None:
-    sizes, sequence_parallel, cases = CASES[name]
-    gloo.run(prod(sizes.values()), check_equal, sizes, cases, sequence_parallel)
+@pytest.mark.parametrize("layout", CASES)
+def test_runs_are_equal_bit_by_bit(gloo: Pool, layout: str) -> None:
+    gloo.run(parse_layout(layout).ranks, check_equal, layout)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -159,10 +142,7 @@ def test_checkpoints_resume_with_and_without(precision: str, tmp_path: Path) -> 
     mesh = serial_mesh(CPU)
     first = state_of(mesh, True, precision=precision)
     steps(first, range(2))
-    save_state(first, tmp_path)
-    folders = sorted(each for each in tmp_path.iterdir() if each.is_dir())
-    (found, _) = newest_whole(folders, mesh, any_loop=True)
-    assert isinstance(found, Checkpoint)
+    found = read_checkpoint(save_state(first, tmp_path).path)
     steps(first, [2])
     for offloads in (False, True):
         again = state_of(mesh, offloads, precision=precision)
@@ -174,9 +154,8 @@ def test_checkpoints_resume_with_and_without(precision: str, tmp_path: Path) -> 
 
 def device_bytes() -> int:
     """Bytes of the storages that tensors of this process have, without copies on the host."""
-    found = live_memories()
     host = {each.untyped_storage().data_ptr() for each in on_host}
-    return sum(size for address, size in found.items() if address not in host)
+    return sum(size for address, size in live_memories().items() if address not in host)
 
 
 def bytes_held(stage: int) -> list[float]:

@@ -2,15 +2,13 @@
 
 import subprocess
 import sys
-
-import pytest
+from functools import partial
 
 from megatron.huggingface.plan import (
     Column,
     Local,
     PlanError,
     Row,
-    Style,
     Summed,
     Vocabulary,
     Whole,
@@ -19,9 +17,8 @@ from megatron.huggingface.plan import (
 from tests.refusals import refusal
 
 
-@pytest.mark.parametrize(
-    ("text", "style"),
-    [
+def test_a_style_in_text() -> None:
+    for text, style in (
         ('"column"', Column()),
         ('"row"', Row()),
         ('"vocabulary"', Vocabulary()),
@@ -41,13 +38,11 @@ from tests.refusals import refusal
         ('"packed_colwise"', Column(parts=2)),
         ('"rowwise_split_input"', Row()),
         ('"replicated_with_grad_allreduce"', Summed()),
-    ],
-)
-def test_a_style_in_text(text: str, style: Style) -> None:
-    assert read_plan(f'"layers.*.up" = {text}\n"other" = "whole"') == {
-        "layers.*.up": style,
-        "other": Whole(),
-    }
+    ):
+        assert read_plan(f'"layers.*.up" = {text}\n"other" = "whole"') == {
+            "layers.*.up": style,
+            "other": Whole(),
+        }
 
 
 def test_a_plan_in_text_keeps_its_order() -> None:
@@ -56,9 +51,8 @@ def test_a_plan_in_text_keeps_its_order() -> None:
     assert [*read_plan("\n".join(f'"{name}" = "column"' for name in names))] == names
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
+def test_plans_that_are_none_are_refused_by_name() -> None:
+    for text, named in (
         ("up = column", "TOML"),
         ('"up" = "colums"', "colums"),
         ('"up" = "moe_tp_experts"', "moe_tp_experts"),
@@ -79,12 +73,10 @@ def test_a_plan_in_text_keeps_its_order() -> None:
         ('[plan]\n"up" = "column"', "plan"),
         ('"up" = { style = "column", partss = 3 }', "gather partss"),
         ('"up" = { style = ["column"] }', "column"),
-    ],
-)
-def test_plans_that_are_none_are_refused_by_name(text: str, named: str) -> None:
-    error = refusal(lambda: read_plan(text))
-    assert isinstance(error, PlanError)
-    assert all(each in str(error) for each in named.split())
+    ):
+        error = refusal(partial(read_plan, text))
+        assert isinstance(error, PlanError)
+        assert all(each in str(error) for each in named.split())
 
 
 def test_a_plan_needs_no_torch() -> None:

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
-from torch.distributed.fsdp import fully_shard
 
 from megatron.config.model import ModelConfig
 from megatron.models.build import build_model, build_on_meta
@@ -63,18 +62,6 @@ def loss(model: torch.nn.Module, number: int = 0) -> Tensor:
     return model(on_device(batch, CPU), torch.ones(1)).sum()
 
 
-def initial_weights(tensor_size: int) -> dict[str, Tensor]:
-    return whole_weights(initial(mesh_of_ranks(tensor_size)))
-
-
-def test_initial_weights_do_not_depend_on_the_layout(gloo: Pool) -> None:
-    expected = initial_weights(1)
-    for weights in gloo.run(2, initial_weights, 2):
-        assert weights.keys() == expected.keys()
-        for name, weight in weights.items():
-            assert torch.equal(weight, expected[name]), name
-
-
 @pytest.mark.parametrize("std", [0.02, 0.5])
 @pytest.mark.parametrize(
     "make",
@@ -110,18 +97,6 @@ def test_every_parameter_and_seed_has_its_own_draw() -> None:
         first["transformer.layers.0.mlp.up.weight"], first["transformer.layers.1.mlp.up.weight"]
     )
     assert not torch.equal(first["position_embedding.weight"], other.position_embedding.weight)
-
-
-def padding(tensor_size: int) -> tuple[int, int]:
-    """(rows that this rank pads, those of them that are not zero)."""
-    model = initial(mesh_of_ranks(tensor_size))
-    spec, weight = sharding_specs(model)["word_embedding.weight"], model.word_embedding.weight
-    pad = weight[len(spec.real(weight)) :]
-    return len(pad), int(pad.any(dim=1).sum())
-
-
-def test_padding_rows_are_zero_and_a_rank_may_hold_nothing_else(gloo: Pool) -> None:
-    assert gloo.run(2, padding, 2) == [(128 - VOCABULARY, 0), (128, 0)]
 
 
 def check_two_cuts_of_one_dim() -> None:
@@ -202,35 +177,10 @@ def assert_tied(model: GPT2) -> None:
     assert whole[unread].any(dim=1).all()
 
 
-def check_fully_shard() -> None:
-    """FSDP over the data axis: the same table, loss and gradients (FSDP averages them)."""
-    mesh = mesh_of_ranks(2)
-    plain, sharded = tiny_model(mesh), tiny_model(mesh)
-    before = sharding_specs(sharded)
-    for layer in sharded.transformer.layers.values():
-        fully_shard(layer, mesh=mesh.device_mesh()["data"])
-    fully_shard(sharded, mesh=mesh.device_mesh()["data"])
-    assert sharding_specs(sharded) == before == sharding_specs(plain)
-
-    own = loss(sharded, mesh.data.rank)
-    torch.testing.assert_close(own, loss(plain, mesh.data.rank))
-    own.backward()
-    torch.stack([loss(plain, number) for number in range(mesh.data.size)]).mean().backward()
-    expected = dict(plain.named_parameters())
-    for name, parameter in sharded.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad.full_tensor(), expected[name].grad, rtol=1e-10, atol=1e-14
-        )
-
-
-@pytest.mark.parametrize(
-    ("world", "check"),
-    [
+def test_specs_on_two_ranks_of_tensor(gloo: Pool) -> None:
+    for world, check in (
         (4, check_two_cuts_of_one_dim),
         (4, check_dtensors_of_two_cuts),
         (2, check_specs_survive),
-        (4, check_fully_shard),
-    ],
-)
-def test_specs_on_two_ranks_of_tensor(gloo: Pool, world: int, check: Callable[[], None]) -> None:
-    gloo.run(world, check)
+    ):
+        gloo.run(world, check)

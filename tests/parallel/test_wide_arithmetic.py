@@ -7,6 +7,7 @@ half precision the same formula step by step has to fail that.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_cpu_kernels_are_used_where_they_are_there() -> None:
     assert kernels.use_cpu_kernels == Path(kernels.__file__).with_name("cpu").is_dir()
 
 
-# LayerNorm
+# Norms
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -75,19 +76,21 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return centred / (variance + 1e-5).sqrt() * weight + bias
 
 
-def norm_case(dtype: torch.dtype, offset: float, spread: float) -> tuple[LayerNorm, Tensor]:
-    norm = LayerNorm(serial_mesh(), 256, epsilon=1e-5)
+def norm_case(
+    kind: type[LayerNorm] | type[RMSNorm], dtype: torch.dtype, offset: float, spread: float
+) -> tuple[Any, Tensor]:
+    norm = kind(serial_mesh(), 256, epsilon=1e-5)
     materialize(norm, device=CPU, dtype=dtype, seed=None)
     with torch.no_grad():
-        norm.weight.copy_(1 + 0.1 * random(1, 256))
-        norm.bias.copy_(0.1 * random(2, 256))
+        for seed, parameter in enumerate(norm.parameters(), 1):
+            parameter.copy_((seed == 1) + 0.1 * random(seed, 256))
     return norm, (offset + spread * random(3, 512, 256)).to(dtype).requires_grad_()
 
 
 @pytest.mark.parametrize(("offset", "spread"), [(0.0, 1.0), (30_000.0, 1_000.0), (0.0, 1e-3)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm(dtype: torch.dtype, offset: float, spread: float) -> None:
-    norm, x = norm_case(dtype, offset, spread)
+    norm, x = norm_case(LayerNorm, dtype, offset, spread)
     weight, bias = norm.weight.double(), norm.bias.double()
     expected = layer_norm(x.double(), weight, bias)
     # The mean that is subtracted from x is as inexact as x is large.
@@ -99,41 +102,27 @@ def test_layer_norm(dtype: torch.dtype, offset: float, spread: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [*(pytest.param(each, marks=BY_CPU_KERNELS) for each in HALF), *DTYPES[2:]]
+    ("kind", "dtype"),
+    [
+        *(pytest.param(LayerNorm, each, marks=BY_CPU_KERNELS) for each in HALF),
+        *((LayerNorm, each) for each in DTYPES[2:]),
+        *((RMSNorm, each) for each in DTYPES),
+    ],
 )
-def test_gradients_of_layer_norm(dtype: torch.dtype) -> None:
+def test_gradients_of_norms(kind: type[LayerNorm] | type[RMSNorm], dtype: torch.dtype) -> None:
     """Those of weight and bias are sums over 512 tokens."""
-    norm, x = norm_case(dtype, 0.0, 1.0)
-    leaves = [x, norm.weight, norm.bias]
+    norm, x = norm_case(kind, dtype, 0.0, 1.0)
+    leaves = [x, *norm.parameters()]
     doubles = [each.detach().double().requires_grad_() for each in leaves]
     dy = random(4, 512, 256).to(dtype)
-    layer_norm(*doubles).backward(dy.double())
-    norm(x).backward(dy)
-    terms = dy.double().abs().sum(0)  # normalised inputs are below 5
-    sizes = [4 * 5.0, 5 * terms, terms]
-    for leaf, double, size in zip(leaves, doubles, sizes, strict=True):
-        assert excess(leaf.grad, double.grad, size, wide_of(dtype)) <= 1
-
-
-# Layers of Llama
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm(dtype: torch.dtype) -> None:
-    """The weight's gradient is a sum over 512 tokens."""
-    norm = RMSNorm(serial_mesh(), 256)
-    materialize(norm, device=CPU, dtype=dtype, seed=None)
-    with torch.no_grad():
-        norm.weight.copy_(1 + 0.1 * random(1, 256))
-    x = random(3, 512, 256).to(dtype).requires_grad_()
-    doubles = [each.detach().double().requires_grad_() for each in (x, norm.weight)]
-    dy = random(4, 512, 256).to(dtype)
-    expected, found = plain.rms_norm(*doubles), norm(x)
-    expected.backward(dy.double())
+    found = norm(x)
+    expected = layer_norm(*doubles) if kind is LayerNorm else plain.rms_norm(*doubles)
     found.backward(dy)
-    assert excess(found, expected, expected.abs(), wide_of(dtype)) <= 1
-    sizes = [4 * 5.0, 5 * dy.double().abs().sum(0)]
-    for leaf, double, size in zip((x, norm.weight), doubles, sizes, strict=True):
+    expected.backward(dy.double())
+    assert kind is LayerNorm or excess(found, expected, expected.abs(), wide_of(dtype)) <= 1
+    terms = dy.double().abs().sum(0)  # normalised inputs are below 5
+    sizes = [4 * 5.0, 5 * terms, terms][: len(leaves)]
+    for leaf, double, size in zip(leaves, doubles, sizes, strict=True):
         assert excess(leaf.grad, double.grad, size, wide_of(dtype)) <= 1
 
 

@@ -4,6 +4,8 @@ how a parameter is cut into parts."""
 import random
 import re
 from contextlib import redirect_stderr
+from dataclasses import replace
+from functools import partial
 from io import StringIO
 from itertools import pairwise
 from math import isfinite, prod
@@ -41,16 +43,12 @@ def trained(
     model = tiny_model(mesh, dtype=dtype)
     layers = [*model.transformer.layers.children()]
     gradients = GradientBuckets.for_master_weights(model, zero_stage=stage, units=layers, mesh=mesh)
-    state = TrainState(
-        mesh=mesh,
-        model=model,
-        objective=model,
-        gradients=gradients,
-        optimizer=MasterWeights(gradients, CONFIG),
-        scaler=LossScaler(scale=SCALE, window=100, most_skips=STEPS)
-        if dtype == torch.float16
-        else LossScaler(),
-    )
+    scaler = LossScaler()
+    if dtype == torch.float16:
+        scaler = LossScaler(scale=SCALE, window=100, most_skips=STEPS)
+    optimizer = MasterWeights(gradients, CONFIG)
+    parts = {"gradients": gradients, "optimizer": optimizer, "scaler": scaler}
+    state = TrainState(mesh=mesh, model=model, objective=model, **parts)
     norms, batch_size = [], 2 * count * mesh.data.size
     for step in range(STEPS):
         batch = samples(batch_size, first=step * batch_size)
@@ -113,12 +111,8 @@ class Own(nn.Module):
         self.words = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList([Block() for _ in range(3)])
         self.between = nn.Linear(WIDTH, WIDTH)  # is called twice
-        self.encoder = nn.ModuleList(
-            [
-                nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
-                for _ in range(2)
-            ]
-        )
+        layer = partial(nn.TransformerEncoderLayer, WIDTH, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.ModuleList(layer() for _ in range(2))
         self.sometimes, self.never = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.head.weight = self.words.weight
@@ -236,12 +230,7 @@ def test_boxes_tile_a_flat_range() -> None:
             size = shard.numel()
             cuts = [0, *sorted(draw.randint(0, size) for _ in range(draw.randint(0, 3))), size]
             for start, stop in pairwise(cuts):
-                part = ShardingSpec(
-                    shape=shape,
-                    shards=shards,
-                    padded_rows=padded,
-                    flat=FlatRange(ALONE, start, stop),
-                )
+                part = replace(spec, flat=FlatRange(ALONE, start, stop))
                 boxes = list(part.boxes(shard.flatten()[start:stop]))
                 most = max(1, 2 * len(shape) - 1)
                 assert len(boxes) <= most
