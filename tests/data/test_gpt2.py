@@ -53,13 +53,6 @@ def test_epoch(prefix: Path) -> None:
         assert batch.tokens.dtype == batch.labels.dtype == batch.positions.dtype == np.int64
 
 
-def test_unshuffled_epochs(prefix: Path) -> None:
-    tokens = list(chain(*documents(40)[0:32]))
-    expected = [tuple(tokens[k : k + 6]) for k in range(0, len(tokens) - 5, 5)]
-    training, _, _ = opened(prefix, shuffle=False)
-    assert windows(training, range(2 * len(expected))) == expected * 2
-
-
 def test_epochs_differ_in_order(prefix: Path) -> None:
     """The order depends on the seed alone; evaluation stops at the end of its split."""
     training, validation, _ = opened(prefix)

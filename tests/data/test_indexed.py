@@ -209,17 +209,6 @@ def test_shards(sharded: str, tmp_path: Path) -> None:
     assert whole(f"{sharded}_00001") == [9, 10, 0]  # each shard is a data set by itself
 
 
-def test_samples_cross_shards(sharded: str, tmp_path: Path) -> None:
-    write_data(tmp_path / "single", [*chain(*SHARDS)])
-    batches = []
-    for prefix in (str(tmp_path / "single"), sharded):
-        corpus = open_corpus([prefix], PlainTokenizer())
-        training, _, _ = open_splits(corpus, split="1,0,0", seq_length=3, seed=1)
-        batches.append(training.batch(range(training.samples_per_epoch)))
-    assert batches[0].tokens.tolist() == batches[1].tokens.tolist()
-    assert batches[0].labels.tolist() == batches[1].labels.tolist()
-
-
 def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     def check(*fragments: str) -> None:
         error = refusal(lambda: IndexedDataset(str(tmp_path / "p")))

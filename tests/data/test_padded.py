@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,25 +126,20 @@ def test_epochs_of_a_blend(tmp_path: Path, tokenizer: Tokenizer, epochs: int) ->
     assert (found[:-1].count("b"), found[-1]) == (5 * epochs, "b")
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
+def test_refusals(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    for settings, named in (
         ({"begin_token": "[BOT]"}, ["--begin-token"]),
         ({"end_token": "[EOT]"}, ["--end-token"]),
         ({"split": "1,99,0"}, ["--split"]),
         ({"refuse_too_long": True}, ["b.jsonl, line 2", "12", "--seq-length 11"]),
-    ],
-)
-def test_refusals(
-    tmp_path: Path, tokenizer: Tokenizer, settings: dict[str, Any], named: list[str]
-) -> None:
-    one = write(tmp_path / "a.jsonl", ["x", "abcdef"])
-    paths = ["1", one, "1", write(tmp_path / "b.jsonl", ["x", "abcdefghijk"])]
-    error = refusal(lambda: open_training(paths, tokenizer, **settings))
-    assert all(each in str(error) for each in named), error
-    if "refuse_too_long" in settings:
-        data = open_training(paths, tokenizer, **settings, seq_length=11)
-        assert data.batch(range(4)).num_cut == 0
+    ):
+        one = write(tmp_path / "a.jsonl", ["x", "abcdef"])
+        paths = ["1", one, "1", write(tmp_path / "b.jsonl", ["x", "abcdefghijk"])]
+        error = refusal(partial(open_training, paths, tokenizer, **settings))
+        assert all(each in str(error) for each in named), error
+        if "refuse_too_long" in settings:
+            data = open_training(paths, tokenizer, **settings, seq_length=11)
+            assert data.batch(range(4)).num_cut == 0
 
 
 def test_packed_and_padded_data(tmp_path: Path, tokenizer: Tokenizer) -> None:
