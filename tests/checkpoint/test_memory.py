@@ -133,15 +133,6 @@ def unfinished(base: Path) -> None:
         (steps_in(base / "host_0")[0] / name).unlink()
 
 
-def stale_branch(base: Path) -> None:
-    """The disk has a later step, as a run that went on without these hosts leaves it."""
-    shutil.copytree(base / "calm" / "step_00000003", base / "save" / "step_00000004")
-
-
-def change_id(base: Path) -> None:
-    (base / "save" / ID_FILE).write_text("0" * 32)
-
-
 BOTH_HOSTS, SHARD = ("host_0", "host_1"), "shard_00002.safetensors"  # of a rank of host 1
 EVERY = [(host, number) for host in BOTH_HOSTS for number in (0, 1)]
 NEWEST = EVERY[::2]
@@ -160,9 +151,14 @@ LOSSES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "both manifests": (spoil("manifest.json", *NEWEST), 2, "manifest.json"),
     "both files of the tokenizer": (spoil("vocab.json", *NEWEST, act=Path.unlink), 2, "vocab.json"),
     "a save that was not finished": (unfinished, 2, SHARD),
-    "newer on disk": (stale_branch, 3, ""),
+    # As a run that went on without these hosts leaves it.
+    "newer on disk": (
+        lambda base: shutil.copytree(base / "calm" / "step_00000003", base / "save/step_00000004"),
+        3,
+        "",
+    ),
     "SAVE begun anew": (lambda base: shutil.rmtree(base / "save"), -1, ""),
-    "another run": (change_id, -1, "these hosts"),
+    "another run": (lambda base: (base / "save" / ID_FILE).write_text("0" * 32), -1, "these hosts"),
 }
 
 
@@ -227,21 +223,16 @@ def test_one_host_of_three_may_be_lost(gloo: Pool, tmp_path: Path) -> None:
         (tmp_path / "kept").rename(tmp_path / "first")
 
 
-def test_a_start_without_the_flag_uses_the_memory_up(base: Path) -> None:
-    """Otherwise a later start with it would go back to a branch that the run has left."""
-    config = CheckpointConfig(save=str(base / "save"), load=str(base / "save"))
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_start_without_the_flag_uses_the_memory_up(base: Path, loads: bool) -> None:
+    """Otherwise a later start with it would go back to a branch that the run has left. One that
+    loads nothing removes the memory."""
+    save = str(base / "save")
+    config = CheckpointConfig(save=save, load=save if loads else None)
     with shared_memory(base / "host_0"):
-        assert recover(config, fresh(1).mesh)
+        assert bool(recover(config, fresh(1).mesh)) == loads
         assert not list((base / "host_0").iterdir())
-    assert newest(base / "save").name == "step_00000003"
-
-
-def test_a_start_without_load_removes_the_memory(base: Path) -> None:
-    config = CheckpointConfig(save=str(base / "save"))
-    with shared_memory(base / "host_0"):
-        assert recover(config, fresh(1).mesh) == []
-        assert not list((base / "host_0").iterdir())
-    assert not list((base / "save").iterdir())
+    assert names(base / "save") == ["latest", "step_00000003"] * loads
 
 
 def test_a_damaged_step_on_disk_does_not_count(base: Path) -> None:

@@ -12,7 +12,7 @@ from megatron.config.pretrain import PretrainGPT2Config
 from megatron.errors import UsageError
 from megatron.models.registry import config_of
 from tests.checkpoint.files import make_checkpoint
-from tests.config.test_checks import settings
+from tests.config.test_checks import rows_of, settings
 from tests.models.own_kind import PretrainOwnConfig
 from tests.refusals import refused
 
@@ -87,28 +87,25 @@ MIXED = """
 
 
 def test_runs_are_not_mixed(runs: Path) -> None:
-    for words in MIXED.replace("\n", " | ").strip(" |").split(" | "):
+    for words, *_ in rows_of(MIXED):
         assert refused(start_of, words) == "--save", words
 
 
-@pytest.mark.parametrize(
-    ("load", "cure"),
-    [
+def test_a_load_without_checkpoints_is_refused(runs: Path) -> None:
+    for load, cure in (
         ("nowhere", "--save"),
         ("one/step_00000003", "--save"),
         ("with_config.json", "convert_hf.py import --from with_config.json --output NEW"),
         ("with_latest_checkpointed_iteration.txt", "tools/import_megatron.py"),
         ("with_.metadata", "convert_dcp.py import --from with_.metadata --output NEW"),
         ("seeds", "seeds/seed_1"),
-    ],
-)
-def test_a_load_without_checkpoints_is_refused(runs: Path, load: str, cure: str) -> None:
-    for save in ("new", "other"):
-        words = ["--load", load, "--save", save]
-        with pytest.raises(UsageError) as error:
-            start_of(words)
-        assert (error.value.value, cure in str(error.value)) == (load, True)
-        assert refused(start_of, words) == "--load"
+    ):
+        for save in ("new", "other"):
+            words = ["--load", load, "--save", save]
+            with pytest.raises(UsageError) as error:
+                start_of(words)
+            assert (error.value.value, cure in str(error.value)) == (load, True)
+            assert refused(start_of, words) == "--load"
 
 
 def test_a_damaged_newest_one_is_not_looked_at(runs: Path) -> None:
@@ -148,21 +145,34 @@ OTHER_DATA: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "flag", "works"),
-    [
-        ({"num_layers": 3}, "--num-layers", ("--num-layers", "2")),
-        ({"num_layers": 3, "override_data": True}, "--num-layers", ("--num-layers", "2")),
-        ({"num_layers": 3, "finetune": True}, "--num-layers", ("--num-layers", "2")),
-        ({"seed": 5}, "--seed", ("--seed", "1234")),
-        ({"split": "1,1,1"}, "--split", ("--split", "29,1,0")),
-        ({"seq_length": 8}, "--seq-length", ("--seq-length", "1024")),
-        ({"eod_mask_loss": True}, "--eod-mask-loss", ("--no-eod-mask-loss",)),
-        ({"shuffle": False}, "--no-shuffle", ("--shuffle",)),
-        ({"bf16": True}, "--bf16", ("--no-bf16",)),
-        ({"bf16": True, "override_data": True}, "--bf16", ("--no-bf16",)),
-        ({"pure_bf16": True}, "--pure-bf16", ("--no-bf16",)),
-        ({"seed": 5, "num_layers": 3}, "--num-layers", ("--num-layers", "2", "--seed", "1234")),
+# Settings of which the last may not change, in a run and where weights are tuned; those that may.
+FIXED = """
+--num-layers 3 | --override-data --num-layers 3 | --seed 5 --num-layers 3 | --seed 5 | --split 1,1,1
+--seq-length 8 | --eod-mask-loss | --no-shuffle | --bf16 | --override-data --bf16 | --pure-bf16
+"""
+FREE = """
+--lr 1e-4 | --train-iters 9 --tensor-model-parallel-size 2 --lr 0.1 --save s
+--data-path moved --vocab-file v --merge-file m | --override-data --seed 5 --seq-length 8
+--recompute-granularity full --cpu-offload-activations | --optimizer-cpu-offload
+"""
+
+
+def started(words: list[str]) -> None:
+    config = parse(PretrainGPT2Config, [*WORDS.split(), *words], {})
+    check_start(config, PATH, manifest(), identity=IDENTITY, finetune=False)
+
+
+def test_settings_that_may_and_may_not_change() -> None:
+    for row, _, flag in rows_of(FIXED):
+        assert refused(started, row) == flag, row
+    for row, *_ in rows_of(FREE):
+        started(row.split())
+    check(finetune=True, seed=5, bf16=True, identity={"data": []})
+    assert refusal(settings(num_layers=3), manifest(), finetune=True)[0] == "--num-layers"
+
+
+def test_data_that_may_not_change_are_refused() -> None:
+    for given, flag, works in (
         *(({"identity": other}, "--data-path", OVERRIDE) for other in OTHER_DATA),
         ({"identity": {"vocab_size": 90}}, "--data-path", ()),
         ({"identity": {"vocab_size": 90}, "override_data": True}, "--data-path", ()),
@@ -170,16 +180,12 @@ OTHER_DATA: list[dict[str, Any]] = [
         (MOCK | {"identity": MOCK_DATA}, "--mock-data", ("--mock-data", *OVERRIDE)),
         (MOCK | {"identity": {"data": [], "vocab_size": 90}}, "--mock-data", ("--no-mock-data",)),
         (MOCK | {"identity": {"vocab_size": 90}}, "--vocab-size", ("--vocab-size", "100")),
-    ],
-)
-def test_settings_that_may_not_change_are_refused(
-    changes: dict[str, Any], flag: str, works: tuple[str, ...]
-) -> None:
-    with pytest.raises(UsageError) as error:
-        check(**changes)
-    assert (error.value.flag, set(error.value.works)) == (flag, set(works))
-    if works == OVERRIDE:
-        check(**changes, override_data=True)
+    ):
+        with pytest.raises(UsageError) as error:
+            check(**given)
+        assert (error.value.flag, set(error.value.works)) == (flag, set(works))
+        if works == OVERRIDE:
+            check(**given, override_data=True)
 
 
 def test_samples_of_files_are_compared() -> None:
@@ -235,23 +241,6 @@ def test_settings_of_a_custom_kind_may_not_change() -> None:
     assert refusal(twice, facts)[1] == ("--no-twice",)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"train_iters": 9, "tensor_model_parallel_size": 2, "lr": 0.1, "save": "s"},
-        {"data_path": ("moved",), "vocab_file": "v", "merge_file": "m"},
-        {"override_data": True, "seed": 5, "seq_length": 8},
-        {"recompute_granularity": "full", "cpu_offload_activations": True},
-        {"optimizer_cpu_offload": True},
-        *({"override_data": True, "identity": other} for other in OTHER_DATA),
-        {"finetune": True, "seed": 5, "bf16": True, "identity": {"data": []}},
-    ],
-)
-def test_settings_that_may_change_are_accepted(changes: dict[str, Any]) -> None:
-    check(**changes)
-
-
 def test_both_values_are_named() -> None:
     for given, values in (
         ({"seed": 5}, ("5", "1234")),
@@ -293,9 +282,8 @@ def test_resume_of_an_imported_run() -> None:
 CONSTANT = {"lr_decay_style": "constant"}
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "changed"),
-    [
+def test_changed_settings_are_listed() -> None:
+    for before, now, changed in (
         ({}, {}, []),
         ({}, {"lr": 3.0}, ["--lr"]),
         ({}, {"optimizer": "sgd"}, ["--optimizer"]),
@@ -312,15 +300,11 @@ CONSTANT = {"lr_decay_style": "constant"}
         ({"optimizer_cpu_offload": True}, {}, ["--optimizer-cpu-offload"]),
         ({}, {"cpu_offload_activations": True}, ["--cpu-offload-activations"]),
         ({}, {"tokenizer": "g"}, ["tokenizer"]),
-    ],
-)
-def test_changed_settings_are_listed(
-    before: dict[str, Any], now: dict[str, Any], changed: list[str]
-) -> None:
-    facts = {"config": asdict(settings(**now)), **IDENTITY}
-    facts["tokenizer"] = now.get("tokenizer", "f")
-    lines = changes(facts, manifest(**before), now.get("data_size", 2))
-    assert [line.split()[1] for line in lines] == changed
+    ):
+        facts = {"config": asdict(settings(**now)), **IDENTITY}
+        facts["tokenizer"] = now.get("tokenizer", "f")
+        lines = changes(facts, manifest(**before), now.get("data_size", 2))
+        assert [line.split()[1] for line in lines] == changed
 
 
 @pytest.mark.parametrize(("ranks", "changed"), [(2, []), (1, ["--global-batch-size"])])
@@ -340,25 +324,20 @@ def test_other_masks_of_dropout_are_said_once(p: float, lines: int) -> None:
     assert len(changes(now, old, 2)) == lines
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "lines"),
-    [
+def test_another_source_of_attentions_dropout_is_listed() -> None:
+    """It is compared by its effective value on the device."""
+    for before, now, lines in (
         (("cpu", None), ("cpu", "coordinates"), 0),
         (("NVIDIA H200", None), ("NVIDIA H200", "kernel"), 0),
         (("cpu", None), ("NVIDIA H200", None), 1),
         (("cpu", "coordinates"), ("NVIDIA H200", "coordinates"), 0),
         (("cpu", None), ("cpu", "kernel"), 1),
-    ],
-)
-def test_another_source_of_attentions_dropout_is_listed(
-    before: tuple[str, str | None], now: tuple[str, str | None], lines: int
-) -> None:
-    """It is compared by its effective value on the device."""
-    old, new = (
-        manifest(attention_dropout=0.1, attention_dropout_rng=rng) for _, rng in (before, now)
-    )
-    old["environment"]["device"], new["environment"]["device"] = before[0], now[0]
-    assert len(changes(new, old, 2)) == lines
+    ):
+        old, new = (
+            manifest(attention_dropout=0.1, attention_dropout_rng=rng) for _, rng in (before, now)
+        )
+        old["environment"]["device"], new["environment"]["device"] = before[0], now[0]
+        assert len(changes(new, old, 2)) == lines
 
 
 def test_unknown_settings_are_not_compared() -> None:

@@ -6,12 +6,13 @@ Sizes of the presets' models: models/test_presets.py.
 import json
 import re
 import warnings
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
+from functools import partial
 from math import prod
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.launch import world_size
@@ -31,7 +32,6 @@ from megatron.config.pretrain import (
     PretrainViTConfig,
 )
 from megatron.errors import UsageError
-from megatron.optim.schedule import learning_rate
 from tests.refusals import field_of, refusal
 
 MODEL = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=4"]
@@ -64,24 +64,12 @@ def test_presets_are_named_where_sizes_are_missing() -> None:
         parse(PretrainGPT2Config, ["--train-iters=3", "--preset", name], {})
 
 
-def test_flags_reach_their_sections() -> None:
-    assert pretrain().precision.bf16 is None
-    config = pretrain("--lr", "1e-3", "--bf16", "--save", "here")
-    assert (config.model.num_layers, config.optimizer.lr) == (2, 1e-3)
-    assert (config.precision.bf16, config.checkpoint.save) == (True, "here")
-
-
-@pytest.mark.parametrize(
-    "flag", ["--tensor-model-parallel-size", "--model-parallel-size", "--model_parallel_size"]
-)
 @pytest.mark.parametrize("join", [" ", "="])
-def test_spellings_of_one_flag(flag: str, join: str) -> None:
-    config = pretrain(*f"{flag}{join}4".split())
-    assert config.parallel.tensor_model_parallel_size == 4
+def test_spellings_of_one_flag(join: str) -> None:
+    for name in ("tensor-model-parallel-size", "model-parallel-size", "model_parallel_size"):
+        config = pretrain(*f"--{name}{join}4".split())
+        assert config.parallel.tensor_model_parallel_size == 4
 
-
-@pytest.mark.parametrize("join", [" ", "="])
-def test_an_earlier_spelling_works_with_a_warning(join: str) -> None:
     def program(output: str, save: str = "") -> str:
         return output + save
 
@@ -103,9 +91,8 @@ def test_the_last_word_wins_and_presets_come_first(tmp_path: Path) -> None:
     assert (config.optimizer.lr_decay_style, config.checkpoint.save) == ("linear", "there")
 
 
-@pytest.mark.parametrize(
-    ("text", "key"),
-    [
+def test_bad_presets_name_file_and_key(tmp_path: Path) -> None:
+    for text, key in (
         ("lr = 1\n\nnum_layer = 4\n", "num_layer"),
         ("seed = 1\n[model]\nnum_layer = 4\n", "line 3: num_layer"),
         ('seed = "x"\n', "seed"),
@@ -129,20 +116,19 @@ def test_the_last_word_wins_and_presets_come_first(tmp_path: Path) -> None:
         ("lr = 1\n\n[training]\nseed = 2.5\n", "line 4: seed"),
         ("seed: 4\n", "line 1"),
         ("\xff\xfe", "TOML"),
-    ],
-)
-def test_bad_presets_name_file_and_key(tmp_path: Path, text: str, key: str) -> None:
-    file = preset(tmp_path, text)
-    with pytest.raises(UsageError) as refused:
-        pretrain("--preset", file)
-    assert refused.value.flag == "--preset"
-    assert file in str(refused.value)
-    assert key in str(refused.value)
+    ):
+        file = preset(tmp_path, text)
+        error = refusal(partial(pretrain, "--preset", file))
+        assert field_of(error) == "--preset"
+        assert file in str(error)
+        assert key in str(error)
 
 
-@pytest.mark.parametrize(
-    ("text", "words", "lines"),
-    [
+def test_an_error_names_the_preset_that_the_value_is_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever part of the program finds the fault; what the command line gives is not named."""
+    for text, words, lines in (
         ("lr_warmup_iters = 4", "", ["lr_warmup_iters = 4 (line 1)"]),
         ("lr_warmup_iters = 4", "--lr-warmup-iters=0 --seed -1", []),
         ("shuffle = false", "--mock-data --no-shuffle", []),
@@ -150,37 +136,31 @@ def test_bad_presets_name_file_and_key(tmp_path: Path, text: str, key: str) -> N
         ("model_parallel_size = 3\nseed = 1", "", ["model_parallel_size = 3 (line 1)"]),
         ("fp16 = true\nloss_scale = 8", "--no-fp16", ["loss_scale = 8 (line 2)"]),
         ("min_lr = 1.0\nlr = 0.5", "", ["min_lr = 1.0 (line 1), lr = 0.5 (line 2)"]),
-    ],
-)
-def test_an_error_names_the_preset_that_the_value_is_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str, lines: list[str]
-) -> None:
-    """Whatever part of the program finds the fault; what the command line gives is not named."""
-    file = preset(tmp_path, text)
-    with pytest.raises(SystemExit), user_errors({}):
-        pretrain("--preset", file, *words.split()).check(1)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert [line for line in lines if f"--preset {file} has {line}" in said] == lines
-    assert (file in said) == bool(lines), said
+    ):
+        file = preset(tmp_path, text)
+        with pytest.raises(SystemExit), user_errors({}):
+            pretrain("--preset", file, *words.split()).check(1)
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert [line for line in lines if f"--preset {file} has {line}" in said] == lines
+        assert (file in said) == bool(lines), said
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+def test_a_flag_wins_over_a_preset(tmp_path: Path) -> None:
+    for text, words in (
         ('tokenizer_type = "x"\nshuffle = false\neod_mask_loss = true', "--mock-data"),
         ('pad = true\njson_key = "x"\ntoo_long = "refuse"', "--mock-data"),
         ('mock_data = true\ndata_path = ["x"]', "--pad --dataset-name x"),
         ("bf16 = true\npure_bf16 = true", "--fp16"),
         ("fp16 = true", "--bf16"),
-    ],
-)
-def test_a_flag_wins_over_a_preset(tmp_path: Path, text: str, words: str) -> None:
-    config = pretrain("--preset", preset(tmp_path, text), *words.split())
-    given = {word.removeprefix("--").replace("-", "_") for word in words.split()}
-    for part in (config.data, config.precision):
-        changed = {each.name for each in fields(part) if getattr(part, each.name) != each.default}
-        assert changed <= given
+    ):
+        config = pretrain("--preset", preset(tmp_path, text), *words.split())
+        given = {word.removeprefix("--").replace("-", "_") for word in words.split()}
+        for part in (config.data, config.precision):
+            changed = {
+                each.name for each in fields(part) if getattr(part, each.name) != each.default
+            }
+            assert changed <= given
 
 
 def test_a_later_preset_replaces_what_an_earlier_one_says_otherwise(tmp_path: Path) -> None:
@@ -208,26 +188,21 @@ def test_a_preset_is_found_by_path_or_by_name(tmp_path: Path) -> None:
     assert find_preset(own) == Path(own)
 
 
-@pytest.mark.parametrize(
-    ("given", "nearest"),
-    [
+def test_a_missing_preset_names_the_nearest(tmp_path: Path) -> None:
+    own = preset(tmp_path, "lr = 1\n")
+    (tmp_path / "presets_.toml").write_text("[tool]\nname = 1\n")
+    for given, nearest in (
         ("quickstrat", "quickstart"),
         ("gpt2_365m.toml", "gpt2_355m"),
-        ("{}/presets.toml", "{}/preset.toml"),
-    ],
-)
-def test_a_missing_preset_names_the_nearest(tmp_path: Path, given: str, nearest: str) -> None:
-    preset(tmp_path, "lr = 1\n")
-    (tmp_path / "presets_.toml").write_text("[tool]\nname = 1\n")
-    with pytest.raises(UsageError) as refused:
-        pretrain("--preset", given.format(tmp_path))
-    assert refused.value.works == ("--preset", nearest.format(tmp_path))
-
-
-def test_a_missing_preset_of_a_program_that_none_fits() -> None:
-    with pytest.raises(UsageError) as refused:
-        parse(TrainedConfig, ["--preset", "quickstrat", "--load", "x"], {})
-    assert (refused.value.flag, refused.value.works) == ("--preset", ())
+        (f"{tmp_path}/presets.toml", own),
+    ):
+        error = refusal(partial(pretrain, "--preset", given))
+        assert isinstance(error, UsageError)
+        assert error.works == ("--preset", nearest)
+    words = ["--preset", "quickstrat", "--load", "x"]  # of a program that no preset fits
+    error = refusal(lambda: parse(TrainedConfig, words, {}))
+    assert isinstance(error, UsageError)
+    assert (error.flag, error.works) == ("--preset", ())
 
 
 def convert(source: str, count: int = 1, *, quiet: bool = False) -> tuple[str, int, bool]:
@@ -274,45 +249,41 @@ def test_a_table_of_a_file_becomes_settings() -> None:
         assert field_of(error).partition(" ")[0] == key
 
 
-@pytest.mark.parametrize(
-    ("rank", "agreed", "message", "waited"),
-    [
-        ("0", False, "error: --flag 1", []),
-        ("3", False, "rank 3: error: --flag 1", [3.0]),
-        ("0", True, "error: --flag 1", []),
-        ("3", True, "", []),
-    ],
-)
 def test_another_rank_prints_after_rank_0_would_have_ended_it(
-    rank: str,
-    agreed: bool,
-    message: str,
-    waited: list[float],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And nothing where all ranks agree on the error."""
     pauses: list[float] = []
     monkeypatch.setattr("time.sleep", pauses.append)
     file = tmp_path / "error.json"
-    environ = {"RANK": rank, "TORCHELASTIC_ERROR_FILE": str(file)}
-    with pytest.raises(SystemExit) as stop, user_errors(environ, agreed=agreed):
-        raise ValueError("--flag 1")
-    assert stop.value.code == 2
-    assert (capsys.readouterr().err.strip(), pauses) == (message, waited)
-    assert file.exists() == bool(message)
-    if message:
-        assert json.loads(file.read_text())["message"]["message"] == message
+    for rank, agreed, message, waited in (
+        ("0", False, "error: --flag 1", []),
+        ("3", False, "rank 3: error: --flag 1", [3.0]),
+        ("0", True, "error: --flag 1", []),
+        ("3", True, "", []),
+    ):
+        environ = {"RANK": rank, "TORCHELASTIC_ERROR_FILE": str(file)}
+        error = refusal(partial(fail_in, user_errors(environ, agreed=agreed)))
+        assert str(error) == "--flag 1"
+        assert (capsys.readouterr().err.strip(), pauses) == (message, waited)
+        found = json.loads(file.read_text())["message"]["message"] if file.exists() else ""
+        assert found == message
+        file.unlink(missing_ok=True)
+        pauses.clear()
 
 
-@pytest.mark.parametrize(("rank", "message"), [("0", "warning: --flag 1\n"), ("3", "")])
-def test_a_warning_is_one_line(rank: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with user_errors({"RANK": rank}):
-        warnings.warn("--flag 1", stacklevel=1)
-    assert capsys.readouterr().err == message
+def test_a_warning_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, message in (("0", "warning: --flag 1\n"), ("3", "")):
+        with user_errors({"RANK": rank}):
+            warnings.warn("--flag 1", stacklevel=1)
+        assert capsys.readouterr().err == message
     with pytest.warns(UserWarning, match="later"):
         warnings.warn("later", stacklevel=1)
+
+
+def fail_in(context: AbstractContextManager[None]) -> None:
+    with context:
+        raise ValueError("--flag 1")
 
 
 def test_other_errors_are_not_the_user_s() -> None:
@@ -322,36 +293,24 @@ def test_other_errors_are_not_the_user_s() -> None:
         raise ValueError("at fault")
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, 1),
-        ({"WORLD_SIZE": "1"}, 1),
-        ({"RANK": "3", "WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"}, 8),
-        ({"SLURM_NTASKS": "8"}, 1),  # a batch script: one process
-    ],
-)
-def test_processes_of_the_run(environ: dict[str, str], expected: int) -> None:
-    assert world_size(environ) == expected
+def test_processes_of_the_run() -> None:
+    assert world_size({}) == world_size({"WORLD_SIZE": "1"}) == 1
+    assert world_size({"RANK": "3", "WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"}) == 8
+    assert world_size({"SLURM_NTASKS": "8"}) == 1  # a batch script: one process
 
 
-@pytest.mark.parametrize(
-    ("environ", "flag"),
-    [
-        # Several processes without ranks.
+def test_processes_that_do_not_know_of_each_other() -> None:
+    """Several without ranks, or ranks of no number."""
+    for environ, flag in (
         ({"WORLD_SIZE": "8"}, "WORLD_SIZE"),
         ({"SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS"),
         ({"OMPI_COMM_WORLD_SIZE": "8"}, "OMPI_COMM_WORLD_SIZE"),
-        # No number of processes.
         ({"RANK": "0"}, "WORLD_SIZE"),
         *(({"RANK": "0", "WORLD_SIZE": size}, "WORLD_SIZE") for size in ("two", "0", "-1", "")),
-    ],
-)
-def test_processes_that_do_not_know_of_each_other(environ: dict[str, str], flag: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        world_size(environ)
-    assert refused.value.flag == flag
-    assert refused.value.works[:2] == ("torchrun", "--nproc-per-node")
+    ):
+        error = refusal(partial(world_size, environ))
+        assert isinstance(error, UsageError)
+        assert (error.flag, *error.works[:2]) == (flag, "torchrun", "--nproc-per-node")
 
 
 PROGRAMS: dict[str, type[PretrainConfig]] = {
@@ -374,15 +333,10 @@ def test_presets_fit_their_own_parallel_size_and_leave_places_to_the_user(name: 
     assert (config.checkpoint.save, config.checkpoint.load) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("name", "warmup"),
-    [
-        ("quickstart", 100),
-        ("miniature_gpt2", 100),
-        ("miniature_llama", 100),
-        ("miniature_bert", 80),
-    ],
-)
+WARMUPS = {"quickstart": 100, "miniature_gpt2": 100, "miniature_llama": 100, "miniature_bert": 80}
+
+
+@pytest.mark.parametrize(("name", "warmup"), WARMUPS.items())
 def test_a_warmup_fits_the_length_of_the_run(name: str, warmup: int) -> None:
     steps = load(name).training.steps
     for words, expected in (((), warmup), (("--train-iters", str(steps // 10)), warmup // 10)):
@@ -395,30 +349,3 @@ def test_mock_data_stand_in_for_a_preset_s_files_and_epochs(name: str) -> None:
     config = load(name, *["--mock-data", "--vocab-size", "2048", "--train-iters", "10000"])
     config.check(prod(config.parallel.sizes.values()))
     assert config.data.mock_data
-
-
-def test_the_tutorial_s_optimizer_and_batches() -> None:
-    config = load("llama_tutorial")
-    optimizer = config.optimizer
-    assert (optimizer.adam_beta1, optimizer.adam_beta2) == (0.9, 0.99)
-    adamw = torch.optim.AdamW([torch.zeros(1)]).defaults
-    assert (optimizer.adam_eps, optimizer.decoupled_weight_decay) == (adamw["eps"], True)
-    assert (optimizer.weight_decay, optimizer.decay_biases_and_norms) == (0.1, True)
-    assert optimizer.clip_grad == 1.0
-    rates = [learning_rate(optimizer, update, 3000) for update in (1, 1001, 3001)]
-    assert rates == pytest.approx([1e-4, 1e-3, 0.0], abs=1e-15)
-    assert (config.training.epochs, config.global_batch_size(2)) == (3, 32)
-    assert config.precision.name == "bf16"
-    assert not config.data.shuffle
-
-
-def test_colossal_ai_s_optimizer_is_torch_s_adam_as_it_comes() -> None:
-    config = load("gpt2_xl_colossalai").optimizer
-    adam = torch.optim.Adam([torch.zeros(1)], lr=1.5e-4, weight_decay=1e-2).defaults
-    assert (config.lr, config.weight_decay) == (adam["lr"], adam["weight_decay"])
-    assert (config.adam_beta1, config.adam_beta2) == adam["betas"]
-    assert config.adam_eps == adam["eps"]
-    assert config.decoupled_weight_decay == adam["decoupled_weight_decay"]
-    assert config.decay_biases_and_norms
-    assert learning_rate(config, 1, 1000) == learning_rate(config, 1000, 1000) == adam["lr"]
-    assert config.clip_grad == 0

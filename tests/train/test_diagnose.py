@@ -21,26 +21,23 @@ GLOBAL_BATCH = 4
 Fault = Callable[[TrainState, nn.Module], object]
 
 
-def is_second_micro_batch(state: TrainState) -> bool:
-    return state.micro_batch == 1
+# Each of the first three goes wrong in the second micro-batch.
 
 
 def infinite_output(state: TrainState, module: nn.Module) -> None:
-    """In one element, in the second micro-batch."""
+    """In one element."""
 
     def spoil(_: nn.Module, inputs: object, output: Tensor) -> Tensor:
         wrong = torch.zeros_like(output)
-        wrong[-1, -1] = torch.inf if is_second_micro_batch(state) else 0.0
+        wrong[-1, -1] = torch.inf if state.micro_batch == 1 else 0.0
         return output + wrong
 
     module.register_forward_hook(spoil)
 
 
 def infinite_gradient(state: TrainState, module: nn.Module) -> None:
-    """The gradient of the output is infinite, in the second micro-batch."""
-
     def spoil(gradient: Tensor) -> Tensor:
-        return gradient * torch.inf if is_second_micro_batch(state) else gradient
+        return gradient * torch.inf if state.micro_batch == 1 else gradient
 
     module.register_forward_hook(lambda _, inputs, output: output.register_hook(spoil) and None)
 
@@ -51,7 +48,7 @@ def infinite_weight_gradient(state: TrainState, module: nn.Module) -> None:
 
     def spoil(dy: Tensor, x: Tensor) -> None:
         right(dy, x)
-        if is_second_micro_batch(state):
+        if state.micro_batch == 1:
             view.gradient[0, 0] -= torch.inf
 
     view.add_matmul = spoil
@@ -68,11 +65,20 @@ def large_weight(state: TrainState, module: nn.Module) -> None:
     module.get_parameter("weight")[:, ::2] = 60_000.0
 
 
+@torch.no_grad()
+def nan_master(state: TrainState, module: nn.Module) -> None:
+    """In the part of the weight that this rank has."""
+    master = next(each for each in state.optimizer.masters() if each.key == f"{UP}.weight")
+    master.local[-1:] = torch.nan
+    state.optimizer.publish()
+
+
 FAULTS: dict[str, tuple[Fault, str]] = {
     "output": (infinite_output, f"the output of {UP}"),
     "gradient": (infinite_gradient, f"the gradient at {UP}"),
     "weight gradient": (infinite_weight_gradient, f"the gradient of the weight {UP}.weight"),
     "weight": (nan_weight, f"the weight {UP}.weight itself"),
+    "master": (nan_master, f"the weight {UP}.weight itself"),
     "matmul": (large_weight, f"the output of {UP}"),
 }
 
@@ -94,29 +100,10 @@ def diagnoses(
     }
 
 
-def narrow_diagnoses(bad: tuple[int, int]) -> list[Diagnosis]:
-    mesh = mesh_of_ranks(2)
-    return [
-        diagnosis(mesh, "weight", bad, "none", torch.bfloat16),
-        diagnosis(mesh, "matmul", bad, "none", torch.float16),
-    ]
-
-
-def nan_master(state: TrainState, module: nn.Module) -> None:
-    """In the part of the weight that this rank has."""
-    master = next(each for each in state.optimizer.masters() if each.key == f"{UP}.weight")
-    master.local[-1:] = torch.nan
-    state.optimizer.publish()
-
-
-def diagnoses_of_masters(bad: tuple[int, int]) -> list[Diagnosis]:
-    FAULTS["master"] = (nan_master, "")
-    mesh = mesh_of_ranks(1)
-    cases = [("none", 3, False), ("none", 0, True), ("full", 3, True)]
-    return [
-        diagnosis(mesh, "master", bad, granularity, torch.bfloat16, zero, offloads)
-        for granularity, zero, offloads in cases
-    ]
+def diagnoses_of(tensor_size: int, bad: tuple[int, int], cases: Any) -> list[tuple[str, str]]:
+    """(where it was first seen, the rank); cases: the fault and how it is run."""
+    mesh = mesh_of_ranks(tensor_size)
+    return [diagnosis(mesh, fault, bad, *how)[1:3] for fault, *how in cases]
 
 
 def diagnosis(
@@ -129,9 +116,8 @@ def diagnosis(
     offloads: bool = False,
 ) -> Diagnosis:
     """The error of the second step, where the rank at (replicas, tensor) coordinates goes wrong."""
-    config = tiny_config(
-        recompute_granularity=granularity, hidden_dropout=0.1, cpu_offload_activations=offloads
-    )
+    how = {"recompute_granularity": granularity, "cpu_offload_activations": offloads}
+    config = tiny_config(hidden_dropout=0.1, **how)
     optimizer = OptimizerConfig(optimizer_cpu_offload=offloads)
     state = tiny_state(mesh, config, optimizer, dtype=dtype, zero_stage=zero)
     step(state)
@@ -184,18 +170,23 @@ def test_every_rank_names_the_module(
             assert f"samples {sample} to {sample} " in message
 
 
-def test_the_rank_at_fault_is_named(gloo: Pool) -> None:
-    """Values of tensor rank 1 reach rank 0 in the next all-reduce, of the layer after."""
-    for found in gloo.run(2, narrow_diagnoses, (0, 1)):
-        for fault, (_, what, place, _) in zip(("weight", "matmul"), found, strict=True):
-            assert (what, place) == (FAULTS[fault][1], "data 0, tensor 1")
+# Values of tensor rank 1 reach rank 0 in the next all-reduce, of the layer after.
+NARROW = [("weight", "none", torch.bfloat16), ("matmul", "none", torch.float16)]
+# In ZeRO stage 3 all ranks would gather it.
+MASTERS = [
+    ("master", granularity, torch.bfloat16, zero, offloads)
+    for granularity, zero, offloads in (("none", 3, False), ("none", 0, True), ("full", 3, True))
+]
 
 
-def test_rank_of_a_nan_master_is_named(gloo: Pool) -> None:
-    """In ZeRO stage 3, where all ranks would gather it, and of masters on the host."""
-    for found in gloo.run(2, diagnoses_of_masters, (1, 0)):
-        for _, what, place, _ in found:
-            assert (what, place) == (f"the weight {UP}.weight itself", "data 1, tensor 0")
+@pytest.mark.parametrize(
+    ("tensor_size", "bad", "cases"), [(2, (0, 1), NARROW), (1, (1, 0), MASTERS)]
+)
+def test_the_rank_at_fault_is_named(
+    gloo: Pool, tensor_size: int, bad: tuple[int, int], cases: Any
+) -> None:
+    expected = [(FAULTS[fault][1], "data {}, tensor {}".format(*bad)) for fault, *_ in cases]
+    assert gloo.run(2, diagnoses_of, tensor_size, bad, cases) == [expected] * 2
 
 
 def test_a_norm_alone_may_overflow() -> None:

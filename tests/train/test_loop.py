@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.config.training import PrecisionConfig, TrainingConfig
+from megatron.parallel.mesh import Mesh
 from megatron.train import loop as loop_module
 from megatron.train.inputs import prefetch
 from megatron.train.loop import Loop, train
@@ -18,18 +19,7 @@ from megatron.train.signals import Stopped, StopSignals
 from tests.dist import Pool
 from tests.programs import finished
 from tests.tiny import mesh_of_ranks, tiny_state
-from tests.train.test_evaluate import Split
-
-
-class Recorded(Split):
-    """Remembers what was asked for; training reads on without end."""
-
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-
-    def batch(self, numbers: range) -> Any:
-        self.asked += numbers
-        return super().batch(numbers)
+from tests.train.test_evaluate import Recorded, Split
 
 
 class Saves:
@@ -49,6 +39,28 @@ class Saves:
         pass
 
 
+def loop_of(
+    metrics: Metrics, mesh: Mesh, settings: dict[str, Any], data: Any = None, **more: Any
+) -> Loop:
+    """A loop over the samples of tests.tiny in micro-batches of one; settings: of the training."""
+    training = TrainingConfig(**settings)
+    batches = prefetch(
+        data or Split(),
+        range(0, 4 * training.train_iters, 4),
+        micro_batch_size=1,
+        data_rank=mesh.batch.rank,
+        data_size=mesh.batch.size,
+    )
+    parts: dict[str, Any] = {
+        "learning_rate": lambda update: 1e-3,
+        "evaluate": lambda state: 1.0,
+        "save": Saves().save,
+        "signals": StopSignals(),
+        "facts": lambda state: {},
+    }
+    return Loop(training=training, batches=batches, metrics=metrics, **(parts | more))
+
+
 def run(
     tensor_size: int,
     directory: Path,
@@ -61,19 +73,9 @@ def run(
     comes to this rank. stops_at: after this step one comes to the last rank while the others
     evaluate."""
     mesh = mesh_of_ranks(tensor_size)
-    state = tiny_state(mesh)
-    if precision is not None:
-        state = tiny_state(mesh, precision=precision, dtype=torch.float16)
-    data, saves = Recorded(), Saves()
-    signals = StopSignals()
-    training = TrainingConfig(**{"train_iters": 6, "eval_interval": 4} | settings)
-    batches = prefetch(
-        data,
-        range(0, 4 * training.train_iters, 4),
-        micro_batch_size=1,
-        data_rank=mesh.data.rank,
-        data_size=mesh.data.size,
-    )
+    dtype = torch.float64 if precision is None else torch.float16
+    state = tiny_state(mesh, precision=precision, dtype=dtype)
+    data, saves, signals = Recorded(), Saves(), StopSignals()
 
     def learning_rate(update: int) -> float:
         if signal_at == (update, mesh.control.rank):
@@ -91,14 +93,15 @@ def run(
             metrics.write({"step": state.step, "validation_loss": 1.0})
             return 1.0
 
-        loop = Loop(
-            training=training,
-            batches=batches,
+        loop = loop_of(
+            metrics,
+            mesh,
+            {"train_iters": 6, "eval_interval": 4} | settings,
+            data,
             learning_rate=learning_rate,
             evaluate=evaluate,
             save=saves.save,
             saver=saves,
-            metrics=metrics,
             signals=signals,
             facts=lambda state: {"samples": state.samples},
             log_interval=2,

@@ -68,22 +68,19 @@ def test_a_sequence_that_one_rank_cannot_hold_trains_on_four(tmp_path: Path) -> 
         assert ranks.wait() == [0] * 4, ranks.text()
 
 
-@pytest.mark.parametrize(
-    ("error", "is_of_memory"),
-    [
+def test_which_errors_get_the_message() -> None:
+    for error, is_of_memory in (
         (MemoryError(), True),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
         (RuntimeError("could not create a primitive"), True),
         (RuntimeError("could not create a primitive descriptor for a matmul"), False),
         (RuntimeError("a shape is wrong"), False),
-    ],
-)
-def test_which_errors_get_the_message(error: Exception, is_of_memory: bool) -> None:
-    kind = OutOfMemoryError if is_of_memory else type(error)
-    with pytest.raises(kind) as found, memory_errors(preset("quickstart"), serial_mesh()):
-        raise error
-    assert isinstance(found.value, OutOfMemoryError) == is_of_memory
-    assert ("--micro-batch-size" in str(found.value)) == is_of_memory
+    ):
+        kind = OutOfMemoryError if is_of_memory else type(error)
+        with pytest.raises(kind) as found, memory_errors(preset("quickstart"), serial_mesh()):
+            raise error
+        assert isinstance(found.value, OutOfMemoryError) == is_of_memory
+        assert ("--micro-batch-size" in str(found.value)) == is_of_memory
 
 
 def choose(asked: bool | None, kind: str, failure_of_last_rank: str | None) -> tuple[bool, int]:
@@ -167,17 +164,12 @@ def crowd(cores: list[set[int]]) -> list[str]:
         return crowded_hosts(mesh)
 
 
-@pytest.mark.parametrize(
-    ("cores", "count"),
-    [
+def test_more_processes_than_cores_are_warned_of_once(gloo: Pool) -> None:
+    for cores, count in (
         ([{0, 1}] * 4, 1),
         ([{0, 1, 2}] * 4, 1),
         ([{0, 1, 2, 3}] * 4, 0),
         ([{0}, {1}, {2}, {3}], 0),  # each has its own
         ([{0}, {1, 2}, {1, 2}, {0}], 1),
-    ],
-)
-def test_more_processes_than_cores_are_warned_of_once(
-    cores: list[set[int]], count: int, gloo: Pool
-) -> None:
-    assert [len(lines) for lines in gloo.run(4, crowd, cores)] == [count] * 4
+    ):
+        assert [len(lines) for lines in gloo.run(4, crowd, cores)] == [count] * 4

@@ -109,13 +109,8 @@ def with_custom(lists: Lists, words: str = "") -> PipelinePlan:
     """The plan of two stages with a schedule of one's own."""
     flags = f"{SMALL} --pipeline-model-parallel-size 2 {words}"
     config = parse(PretrainGPT2Config, flags.split(), {})
-    return plan_pipeline(
-        config.parallel,
-        config.model,
-        seq_length=1,
-        vocab_size=VOCABULARY,
-        custom_schedule=lists,
-    )
+    sizes = {"seq_length": 1, "vocab_size": VOCABULARY}
+    return plan_pipeline(config.parallel, config.model, **sizes, custom_schedule=lists)
 
 
 def test_custom_schedule() -> None:
@@ -126,19 +121,10 @@ def test_custom_schedule() -> None:
     lists = schedule("interleaved", 2, 3, 2)
     plan = with_custom(lists, f"{VIRTUAL} 2")
     assert (plan.custom_schedule, plan.virtual) == (lists, 2)
-    assert with_custom(schedule("zb-h1", 2, 2)).lists(2) == schedule("zb-h1", 2, 2)
-
-
-WRONG: dict[str, tuple[Lists, str]] = {
-    "other ranks": (schedule("1f1b", 4, 2), ""),
-    "other stages": (schedule("1f1b", 2, 2), f"{VIRTUAL} 2"),
-    "halves with full recomputation": (schedule("zb-h1", 2, 2), "--checkpoint-activations full"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_custom_schedule_refused(name: str) -> None:
-    assert isinstance(refusal(lambda: with_custom(*WRONG[name])), ValueError)
+    halves = schedule("zb-h1", 2, 2)
+    assert with_custom(halves).lists(2) == halves
+    error = refusal(lambda: with_custom(halves, "--checkpoint-activations full"))
+    assert isinstance(error, ValueError)
 
 
 def test_a_file_is_no_schedule(tmp_path: Path) -> None:
@@ -187,25 +173,21 @@ def overflow(ranks: int, bad: int, fault: str) -> test_step.Skip:
     return test_step.overflow(state, fault, state.mesh.pipeline.rank == bad)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "bad", "fault"),
-    [(2, 0, "gradient"), (3, 1, "gradient"), (3, 2, "loss")],
-)
-def test_all_stages_skip_an_overflow(gloo: Pool, ranks: int, bad: int, fault: str) -> None:
-    for answer in gloo.run(ranks, overflow, ranks, bad, fault):
-        assert answer == (True, 128.0, 3, 2, 12)
+def test_all_stages_skip_an_overflow(gloo: Pool) -> None:
+    for ranks, bad, fault in ((2, 0, "gradient"), (3, 1, "gradient"), (3, 2, "loss")):
+        skips = gloo.run(ranks, overflow, ranks, bad, fault)
+        assert skips == [(True, 128.0, 3, 2, 12)] * ranks
 
 
 def outputs(ranks: int, order: str = "") -> Outputs:
     """order: reversed, by a schedule of one's own, which takes the last micro-batch first."""
     state = staged(ranks) if ranks > 1 else whole_of_two()
     if order == "reversed":
-        lists = schedule("1f1b", ranks, 4)
-        custom = (
+        custom = tuple(
             tuple(each._replace(micro_batch=3 - each.micro_batch) for each in actions)
-            for actions in lists
+            for actions in schedule("1f1b", ranks, 4)
         )
-        state.pipeline = replace(state.pipeline, custom_schedule=tuple(custom))
+        state.pipeline = replace(state.pipeline, custom_schedule=custom)
     return step(state, return_outputs=True).outputs
 
 
@@ -222,24 +204,20 @@ def test_outputs_are_known_on_every_stage(gloo: Pool, order: str) -> None:
         torch.testing.assert_close(found.logits, expected.logits, rtol=1e-12, atol=1e-12)
 
 
-# Where it goes wrong in the third micro-batch of the second step, and what is found.
-FIRST: dict[str, tuple[str, str, int, str]] = {
-    "an output of stage 1": ("output", "mlp.up", 1, "the output of {}"),
-    "a gradient of stage 1": ("gradient", "mlp.up", 1, "the gradient at {}"),
-    "a gradient of a weight": (
-        "weight gradient", "mlp.up", 1, "the gradient of the weight {}.weight"),
-    "an output of stage 0": ("output", "mlp.up", 0, "the output of {}"),
-    "a gradient of stage 0": ("gradient", "mlp.up", 0, "the gradient at {}"),
-}  # fmt: skip
+# A fault in the third micro-batch of the second step, and the value that is found first.
+FOUND = {
+    "output": "the output of {}",
+    "gradient": "the gradient at {}",
+    "weight gradient": "the gradient of the weight {}.weight",
+}
 
 
-def first_found(kind: str, name: str) -> tuple[str, str]:
+def first_found(kind: str, fault: str, bad: int) -> tuple[str, str]:
     """(what is found first, on which rank), with what stage 1 spoils on stage 0 and back."""
-    fault, module, bad, _ = FIRST[name]
     state = staged(2, kind)
     step(state, 0)
     if state.mesh.pipeline.rank == bad:
-        layer = state.model.get_submodule(f"transformer.layers.{2 * bad}.{module}")
+        layer = state.model.get_submodule(f"transformer.layers.{2 * bad}.mlp.up")
         test_diagnose.FAULTS[fault][0](state, layer)
     state.scaler = LossScaler()
     with pytest.raises(NonFiniteError) as raised:
@@ -249,19 +227,20 @@ def first_found(kind: str, name: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
+    ("kind", "fault", "stage"),
     [
-        *(("1f1b", name) for name in FIRST),
-        ("gpipe", "an output of stage 1"),
-        ("gpipe", "a gradient of stage 0"),
-        *(("zb-h1", f"a gradient of {each}") for each in ("stage 0", "stage 1", "a weight")),
+        *(("1f1b", fault, stage) for fault in ("output", "gradient") for stage in (0, 1)),
+        *(("1f1b", "weight gradient", 1), ("gpipe", "output", 1), ("gpipe", "gradient", 0)),
+        *(("zb-h1", "gradient", stage) for stage in (0, 1)),
+        ("zb-h1", "weight gradient", 1),
     ],
 )
-def test_the_stage_that_spoils_the_others_is_named(gloo: Pool, kind: str, name: str) -> None:
-    _, module, bad, what = FIRST[name]
-    expected = what.format(f"transformer.layers.{2 * bad}.{module}")
-    for found in gloo.run(2, first_found, kind, name):
-        assert found == (expected, f"pipeline {bad}, data 0, tensor 0")
+def test_the_stage_that_spoils_the_others_is_named(
+    gloo: Pool, kind: str, fault: str, stage: int
+) -> None:
+    what = FOUND[fault].format(f"transformer.layers.{2 * stage}.mlp.up")
+    found = gloo.run(2, first_found, kind, fault, stage)
+    assert found == [(what, f"pipeline {stage}, data 0, tensor 0")] * 2
 
 
 def first_weight() -> str:

@@ -80,20 +80,6 @@ def check_after_steps(tensor_size: int | str, dtype: torch.dtype, dropout: float
     check_replicas(state, [])
 
 
-@pytest.mark.parametrize(
-    ("world", "tensor_size", "dtype", "dropout"),
-    [
-        (2, 1, torch.bfloat16, 0.1),
-        (2, 2, torch.float64, 0.0),
-        (4, 2, torch.bfloat16, 0.1),
-    ],
-)
-def test_training_keeps_replicas_equal(
-    gloo: Pool, world: int, tensor_size: int, dtype: torch.dtype, dropout: float
-) -> None:
-    gloo.run(world, check_after_steps, tensor_size, dtype, dropout)
-
-
 def check_and_stop(tensor_size: int) -> None:
     """The last rank stops after a few tensors; the check of the others is then of no use."""
     mesh = mesh_of_ranks(tensor_size)

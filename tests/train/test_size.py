@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from megatron.checkpoint.format import read_manifest, step_folders
 from megatron.checkpoint.load import verify
@@ -32,19 +31,6 @@ GPT2_PARAMETERS = 354_823_168  # 12 L h^2 + 13 L h + (v + s) h + 2 h, as OpenAI'
 BERT_VOCABULARY = 30_522
 BERT_PARAMETERS = 336_226_108  # as transformers' BertForPreTraining of BERT-Large
 BERT_TOKENIZER = "BertWordPieceLowerCase"
-
-
-def draw(count: int, vocabulary: int) -> NDArray[Any]:
-    """Ids of which small ones are far more frequent, so that there is something to learn."""
-    random = np.random.default_rng(0)
-    return (vocabulary * random.random(count) ** 6).astype(token_dtype(vocabulary))
-
-
-def write_documents(prefix: Path) -> None:
-    documents, length, eod = 40, 256, GPT2_VOCABULARY - 1
-    tokens = draw(documents * length, GPT2_VOCABULARY)
-    tokens[length - 1 :: length] = eod
-    write_data(prefix, tokens.reshape(documents, length), vocab_size=GPT2_VOCABULARY, eod=eod)
 
 
 def write_pages(prefix: Path, data: Path) -> tuple[str, str]:
@@ -70,15 +56,8 @@ def pretrain(program: str, preset: str, *words: str) -> None:
     subprocess.run(command, cwd=ROOT, check=True)
 
 
-def read_lines(save: Path) -> tuple[list[dict[str, float]], float]:
-    """(the lines of the steps, the validation loss) of a run's record."""
-    lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
-    (validation_loss,) = (line["validation_loss"] for line in lines if "validation_loss" in line)
-    return [line for line in lines if "loss" in line], validation_loss
-
-
 def serial_loss(open_data: Callable[..., tuple[Any, ...]], prefix: str, path: Path) -> float:
-    """The validation loss of the checkpoint in one process; open_data: (corpus, split=, seed=)."""
+    """The validation loss of the checkpoint in one process."""
     mesh = serial_mesh()
     seed = read_manifest(path)["config"]["training"]["seed"]  # fixes the order of samples
     corpus = open_corpus([prefix], tokenizer=None)
@@ -95,28 +74,37 @@ def save(tmp_path: Path) -> Iterator[Path]:
         shutil.rmtree(tmp_path / folder, ignore_errors=True)
 
 
-def check(save: Path, parameters: int, first: float) -> Path:
-    """The checkpoint of a run that knew nothing at its first step: a loss of `first`."""
-    facts, (steps, _) = json.loads((save / "run.json").read_text()), read_lines(save)
+def check(
+    save: Path, parameters: int, first: float, learnt: str, open_data: Any, prefix: str
+) -> None:
+    """A run that knew nothing at its first step, with a loss of `first`, and whose loss of this
+    name falls; open_data: (corpus, split=, seed=)."""
+    facts = json.loads((save / "run.json").read_text())
     assert facts["parameters"] == parameters
     assert facts["layout"] == {"tensor_parallel_size": 2, "data_parallel_size": 1}
-    losses = [line["loss"] for line in steps]
-    assert len(losses) == STEPS
-    assert losses[0] == pytest.approx(first, abs=0.8), "it knows nothing yet"
-    return step_folders(save)[0]
+    lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert len(steps) == STEPS
+    assert steps[0]["loss"] == pytest.approx(first, abs=0.8), "it knows nothing yet"
+    losses = [line[learnt] for line in steps]
+    assert losses == sorted(losses, reverse=True), "it learns"
+    (validation_loss,) = (line["validation_loss"] for line in lines if "validation_loss" in line)
+    alone = serial_loss(open_data, prefix, step_folders(save)[0])
+    assert alone == pytest.approx(validation_loss, rel=1e-5)
 
 
 @pytest.mark.sweep
 def test_gpt2_355m_trains_at_2_and_is_the_same_model_at_1(tmp_path: Path, save: Path) -> None:
-    prefix = tmp_path / "ids_text_document"
-    write_documents(prefix)
+    # Small ids are far more frequent, so that there is something to learn.
+    prefix, random = tmp_path / "ids_text_document", np.random.default_rng(0)
+    tokens = GPT2_VOCABULARY * random.random((40, 256)) ** 6
+    tokens[:, -1] = eod = GPT2_VOCABULARY - 1
+    ids = tokens.astype(token_dtype(GPT2_VOCABULARY))
+    write_data(prefix, ids, vocab_size=GPT2_VOCABULARY, eod=eod)
     places = (f"--data-path={prefix}", f"--save={save}", "--seq-length=1024")
     pretrain("pretrain_gpt2.py", "gpt2_355m", *places)
-    checkpoint = check(save, GPT2_PARAMETERS, np.log(GPT2_VOCABULARY))
-    losses = [line["loss"] for line in read_lines(save)[0]]
-    assert losses == sorted(losses, reverse=True), "it learns"
-    loss = serial_loss(partial(open_splits, seq_length=1024), str(prefix), checkpoint)
-    assert loss == pytest.approx(read_lines(save)[1], rel=1e-5)
+    open_data = partial(open_splits, seq_length=1024)
+    check(save, GPT2_PARAMETERS, np.log(GPT2_VOCABULARY), "loss", open_data, str(prefix))
 
 
 @pytest.mark.sweep
@@ -124,9 +112,7 @@ def test_bert_336m_trains_at_2_and_exports(tmp_path: Path, save: Path, test_data
     prefix, vocabulary = write_pages(tmp_path / "pages", test_data)
     places = (f"--data-path={prefix}", f"--save={save}")
     pretrain("pretrain_bert.py", "bert_336m", *places)
-    # The order of two segments is one bit more that it does not know.
-    checkpoint = check(save, BERT_PARAMETERS, np.log(BERT_VOCABULARY) + np.log(2))
-    samples = partial(
+    open_data = partial(
         open_bert_splits,
         tokenizer=build_tokenizer(BERT_TOKENIZER, vocabulary, None),
         seq_length=512,
@@ -134,11 +120,10 @@ def test_bert_336m_trains_at_2_and_exports(tmp_path: Path, save: Path, test_data
         short_seq_prob=0.1,
         max_ngram_size=3,
     )
-    # The order of so few samples is learnt by heart, and each is in the way of the next.
-    losses = [line["mlm_loss"] for line in read_lines(save)[0]]
-    assert losses == sorted(losses, reverse=True), "it learns"
-    loss = serial_loss(samples, prefix, checkpoint)
-    assert loss == pytest.approx(read_lines(save)[1], rel=1e-5)
+    # The order of two segments is one bit more that it does not know; that of so few samples is
+    # learnt by heart, and each is in the way of the next.
+    first = np.log(BERT_VOCABULARY) + np.log(2)
+    check(save, BERT_PARAMETERS, first, "mlm_loss", open_data, prefix)
     # The export ends with the logits of both heads in both programs, or fails.
     command = [sys.executable, "tools/convert_hf.py", "export"]
     command += ["--from", str(save), "--output", str(tmp_path / "exported")]

@@ -1,6 +1,5 @@
 """The speed of a run: FLOPs as the planner counts them, the peak, time by phase."""
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from megatron.parallel.mesh import serial_mesh
 from megatron.train.monitors import PeakMemory, Throughput, duration
 from megatron.train.utilization import Flops, flops_of, matmul_weights
 from tests.dist import Pool
+from tests.huggingface import write_folder
 from tests.tiny import mesh_of_ranks
 from tests.tools.plan.counted import preset, state_on
 from tests.train.test_callbacks import run
@@ -52,32 +52,22 @@ def test_flops_are_those_of_the_planner(name: str, tolerance: float) -> None:
     assert found.peak is None
 
 
-UNMODIFIED: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_layer": 2, "n_embd": 96, "n_head": 4, "n_positions": 64}
-    | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-    "llama": {"num_hidden_layers": 2, "hidden_size": 96, "num_attention_heads": 4}
-    | {"intermediate_size": 192, "num_key_value_heads": 2, "tie_word_embeddings": False},
-    "qwen3": {"num_hidden_layers": 2, "hidden_size": 96, "num_attention_heads": 4, "head_dim": 48}
-    | {"intermediate_size": 192, "num_key_value_heads": 2, "tie_word_embeddings": True},
-}
-
-
-def unmodified(folder: Path, described: dict[str, Any], tensor: int = 1) -> PretrainConfig:
-    (folder / "config.json").write_text(json.dumps({"vocab_size": 16_384, **described}))
+def unmodified(folder: Path, kind: str, tensor: int = 1, **more: Any) -> PretrainConfig:
+    longer = {"n_positions" if kind == "gpt2" else "max_position_embeddings": 64}
+    write_folder(folder, kind, vocab_size=16_384, **longer, **more)
     words = f"--hf-model {folder} --seq-length 64 --micro-batch-size 2 --train-iters 10 --no-bf16"
     words += f" --mock-data --tensor-model-parallel-size {tensor}"
     return parse(PretrainHuggingFaceConfig, words.split(), {})
 
 
-@pytest.mark.parametrize("kind", UNMODIFIED)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
 def test_flops_of_an_unmodified_model(kind: str, tmp_path: Path) -> None:
-    described = {"model_type": kind, **UNMODIFIED[kind]}
-    config, meta = unmodified(tmp_path, described), torch.device("meta")
+    config, meta = unmodified(tmp_path, kind), torch.device("meta")
     state = state_on(serial_mesh("meta"), config, "fp32")
     found, step = flops_of(config, state), Step(config, 1, "fp32")
     assert found is not None
     assert found.full * config.global_batch_size(1) * 64 == pytest.approx(step.flops, rel=1e-12)
-    cut = state_on(absent_mesh({"tensor": 2}, meta), unmodified(tmp_path, described, 2), "fp32")
+    cut = state_on(absent_mesh({"tensor": 2}, meta), unmodified(tmp_path, kind, 2), "fp32")
     assert matmul_weights(cut.model, 1.0) == matmul_weights(state.model, 1.0)
 
 
@@ -91,8 +81,7 @@ def test_flops_of_an_unmodified_model(kind: str, tmp_path: Path) -> None:
     ids=["window", "experts", "latent heads"],
 )
 def test_flops_that_are_not_known_are_not_guessed(more: dict[str, Any], tmp_path: Path) -> None:
-    described = {"model_type": "qwen3", **UNMODIFIED["qwen3"], **more}
-    config = unmodified(tmp_path, described)
+    config = unmodified(tmp_path, "qwen3", **more)
     assert flops_of(config, state_on(serial_mesh("meta"), config, "fp32")) is None
 
 
@@ -131,19 +120,16 @@ def test_mfu_is_of_the_peak_and_appears_with_it() -> None:
         assert [text for text in training.texts if text] == shown
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
+def test_a_duration_has_its_two_largest_units() -> None:
+    for seconds, text in (
         (0.4, "0 s"),
         (59.7, "1 min 0 s"),
         (340, "5 min 40 s"),
         (7500, "2 h 5 min"),
         (7199.9, "2 h 0 min"),
         (273_600, "3 d 4 h"),
-    ],
-)
-def test_a_duration_has_its_two_largest_units(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    ):
+        assert duration(seconds) == text
 
 
 def timed(folder: Path, layout: str) -> list[dict[str, Any]]:

@@ -309,9 +309,8 @@ CIRCLE = [
 ALONE = [stand(rank, 5, 5) for rank in range(4)]
 
 
-@pytest.mark.parametrize(
-    ("reports", "working", "silent", "behind"),
-    [
+def test_waits_lead_to_the_ranks_that_are_behind() -> None:
+    for reports, working, silent, behind in (
         (LATE, (), (), [1]),
         (LATE, (1,), (), []),
         (LATE, (), (1,), [1]),
@@ -324,9 +323,5 @@ ALONE = [stand(rank, 5, 5) for rank in range(4)]
         (ALONE, (2,), (), []),
         (ALONE, (), (2,), [2]),
         ([*ALONE[:2], stand(2, 5, 4), ALONE[3]], (), (), [2]),  # on a GPU: nobody is seen to wait
-    ],
-)
-def test_waits_lead_to_the_ranks_that_are_behind(
-    reports: list[Report], working: tuple[int, ...], silent: tuple[int, ...], behind: list[int]
-) -> None:
-    assert find_behind(dict(enumerate(reports)), silent, working)[0] == behind
+    ):
+        assert find_behind(dict(enumerate(reports)), silent, working)[0] == behind

@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.parallel.buckets import IN_FLIGHT, GradientBuckets
 from megatron.parallel.zero3 import Unit
@@ -17,6 +16,7 @@ from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import train_step
 from tests.dist import Pool
 from tests.tiny import (
+    Watch,
     live_memories,
     live_tensors,
     mesh_of_ranks,
@@ -122,31 +122,21 @@ def step(state: TrainState) -> None:
     train_step(state, [rows(batch, slice(state.mesh.data.rank, state.mesh.data.rank + 1))], 1e-3)
 
 
-class MatmulsAfterGathers(TorchDispatchMode):
-    """Counts the matmuls after each gather."""
+def matmuls_after_gathers(prefetches: bool) -> list[int]:
+    state = tiny_state(mesh_of_ranks(1), tiny_config(num_layers=LAYERS), zero_stage=3)
+    after: list[int] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gathers: list[int] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def see(function: Any, args: object, result: object) -> None:
         name = function.overloadpacket.__name__
         if name.startswith(("allgather", "_allgather")):
-            self.gathers.append(0)
+            after.append(0)
         elif name in ("mm", "addmm", "addmm_", "_linear_pointwise"):
-            self.gathers = [1 + after for after in self.gathers]
-        return function(*args, **(kwargs or {}))
+            after[:] = [1 + each for each in after]
 
-
-def matmuls_after_gathers(prefetches: bool) -> list[int]:
-    config = tiny_config(num_layers=LAYERS, hidden_dropout=0.0, attention_dropout=0.0)
-    state = tiny_state(mesh_of_ranks(1), config, zero_stage=3)
     alone = nullcontext() if prefetches else patch.object(Unit, "start", lambda unit: None)
-    with alone, MatmulsAfterGathers() as after:
+    with alone, Watch(see):
         step(state)
-    return after.gathers
+    return after
 
 
 def test_zero_3_prefetches_layers(gloo: Pool) -> None:
