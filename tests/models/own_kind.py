@@ -1,5 +1,4 @@
-"""Kinds of model that no part of the project knows of: one of text, as a Llama is built, and one
-of images."""
+"""A kind of model that no part of the project knows of, built as a Llama is."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -8,13 +7,12 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.model import Activation, ModelConfig, TextModelConfig
+from megatron.config.model import Activation, TextModelConfig
 from megatron.config.pretrain import PretrainTextConfig
 from megatron.config.training import GPT2DataConfig
-from megatron.data.batch import Batch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.gpt import dropout_keys
-from megatron.models.registry import ModelKind
+from megatron.models.registry import KINDS, ModelKind
 from megatron.parallel.factory import LayerFactory
 from megatron.parallel.layers_llama import GroupedQueryLinear, rotate
 
@@ -26,11 +24,7 @@ KIND = ModelKind(
     data="tests.models.own_kind:OwnDataConfig",
 )
 MISNAMED = replace(KIND)
-IMAGES = ModelKind(
-    config="tests.models.own_kind:ImageConfig",
-    model="tests.models.own_kind:ImageClassifier",
-    data="megatron.config.training:DataConfig",
-)
+IMAGES = replace(KINDS["vit"], program=None)  # of no text, and without pretraining
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +66,8 @@ class Own(nn.Module):
         self.head_size = h // heads
         self.word_embedding = factory.word_embedding(vocab_size, h, divisible_by=rows, std=std)
         self.attention_norm = factory.rms_norm(h, epsilon=1e-5)
-        self.qkv = factory.grouped_query(
-            h,
-            heads=heads,
-            key_value_heads=config.key_value_heads,
-            head_size=self.head_size,
-            bias=False,
-            std=std,
-        )
+        sizes = {"key_value_heads": config.key_value_heads, "head_size": self.head_size}
+        self.qkv = factory.grouped_query(h, heads=heads, **sizes, bias=False, std=std)
         self.rotary = factory.rotary(self.head_size)
         self.core = factory.attention_core(config.attention_dropout, "core")
         self.output = factory.row(h, h, bias=False, std=std)
@@ -111,40 +99,3 @@ class Own(nn.Module):
     def loss(self, x: Tensor, batch: Any, loss_scales: Tensor) -> Tensor:
         scales = (batch.loss_mask.double() * loss_scales).flatten()
         return self.head(self.final_norm(x), None, batch.labels.flatten(), scales)[None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageConfig(ModelConfig):
-    kind: ClassVar[str] = "tests.models.own_kind:IMAGES"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageBatch(Batch):
-    images: Any  # float64 [b, 3, 4, 4]
-    labels: Any  # int64 [b]
-
-
-class ImageClassifier(nn.Module):
-    terms: ClassVar = ("loss",)
-
-    def __init__(self, config: ImageConfig, factory: LayerFactory, vocab_size: int) -> None:
-        """vocab_size: the number of classes."""
-        super().__init__()
-        h = config.hidden_size
-        self.input = factory.input(3 * 4 * 4, h, std=0.1)
-        self.norm = factory.layer_norm(h, epsilon=1e-5)
-        self.up = factory.column(h, config.ffn_size, std=0.1)
-        self.down = factory.row(config.ffn_size, h, std=0.1)
-        self.output = factory.output(h, vocab_size, std=0.1)
-
-    def denominators(self, batch: ImageBatch) -> list[float]:
-        return [float(batch.num_samples)]
-
-    def embed(self, batch: Any) -> Tensor:
-        return self.input(batch.images.flatten(1))
-
-    def layers(self, x: Tensor, batch: Any) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-    def loss(self, x: Tensor, batch: Any, loss_scales: Tensor) -> Tensor:
-        return F.cross_entropy(self.output(x), batch.labels, reduction="sum") * loss_scales

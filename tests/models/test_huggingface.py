@@ -129,8 +129,10 @@ def placed(
 SIZES: dict[str, Any] = {"num_layers": 3, "hidden_size": 48, "init_method_std": 0.05}
 SCALING = (8.0, 1.0, 4.0, 100.0)  # of head size 8: one frequency stays, one is between, two shrink
 LONG = {"hidden_size": 96, "max_position_embeddings": 128}
+OF_GPT2 = Kind(GPT2, tiny_config(**SIZES), "GPT2LMHeadModel")
 KINDS = {
-    "gpt2": Kind(GPT2, tiny_config(**SIZES), "GPT2LMHeadModel"),
+    "gpt2": OF_GPT2,
+    "gpt2, documents": OF_GPT2._replace(batch=placed(has_documents=True, is_masked=True)),
     "bert post-ln": Kind(
         POST_LN, bert_config("post-ln", **SIZES), "BertForPreTraining", their_bert, our_bert
     ),

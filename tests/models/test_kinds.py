@@ -1,33 +1,31 @@
 """Settings of a model and kinds of one's own: the same at every layout. Dropout draws in each of
 its places, and the backward draws what a kernel drew."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.data.batch import Batch
 from megatron.models.build import build_on_meta, keep_stages
-from megatron.models.gpt import GPT2, dropout_keys
+from megatron.models.gpt import GPT2
 from megatron.models.registry import KINDS, find_kind, register
 from megatron.parallel.dropout import Dropout
 from megatron.parallel.factory import layer_factory
 from megatron.parallel.layers import AttentionCore
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
+from megatron.parallel.schedules import PipelinePlan
 from megatron.train.executor import on_device
 from megatron.train.objectives import WholeLogitsLoss
 from megatron.train.step import count, forward_backward, train_step
 from tests.bert import bert_config, bert_samples
 from tests.dist import Pool
 from tests.llama import llama_config
-from tests.models.own_kind import IMAGES, ImageBatch, ImageConfig, OwnConfig
+from tests.models.own_kind import IMAGES, OwnConfig
 from tests.refusals import field_of, refusal
 from tests.tiny import (
     GRANULARITIES,
@@ -48,11 +46,6 @@ CPU = torch.device("cpu")
 LAYOUTS = ((2, 2), (4, 4))  # ranks and those along the tensor axis
 
 
-def images(count: int, *, first: int) -> ImageBatch:
-    rng = np.random.default_rng(first)
-    return ImageBatch(images=rng.normal(size=(count, 3, 4, 4)), labels=rng.integers(5, size=count))
-
-
 def own_config(**changes: Any) -> OwnConfig:
     sizes = {"num_layers": 1, "hidden_size": 48, "num_attention_heads": 12, "ffn_hidden_size": 40}
     return OwnConfig(**(sizes | {"attention_dropout": 0.0} | changes))
@@ -68,9 +61,8 @@ CONFIGS: dict[str, ModelConfig] = {
     "geglu": tiny_config(activation="geglu"),
     "own kind": own_config(),
     "own kind, 4 key/value heads": own_config(key_value_heads=4),
-    "images": ImageConfig(num_layers=1, hidden_size=32, num_attention_heads=4),
 }
-SHARED = ("own kind", "own kind, 4 key/value heads", "images")  # by 4 ranks, others by 2
+SHARED = ("own kind", "own kind, 4 key/value heads")  # by 4 ranks, others by 2
 
 
 def train(name: str, tensor_size: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -78,9 +70,7 @@ def train(name: str, tensor_size: int) -> tuple[list[float], dict[str, Tensor]]:
     mesh, numbers = mesh_of_ranks(tensor_size), list[float]()
     state = tiny_state(mesh, CONFIGS[name])
     for step in range(2):
-        make: Callable[..., Batch] = images if name == "images" else samples
-        batches: Sequence[Batch] = micro_batches(make(4, first=4 * step), mesh, 1)
-        result = train_step(state, batches, 1e-2)
+        result = train_step(state, micro_batches(samples(4, first=4 * step), mesh, 1), 1e-2)
         numbers += [result.loss, result.grad_norm]
     return numbers, whole_weights(state.model)
 
@@ -106,15 +96,12 @@ def test_every_layout_gives_the_same_model(gloo: Pool) -> None:
 def test_a_loss_on_whole_logits_is_computed_in_fp32() -> None:
     """As the model's own; the matrix compares the two in fp64."""
     model = tiny_model(serial_mesh(), dtype=torch.bfloat16)
-    own = WholeLogitsLoss(
-        model,
-        serial_mesh(),
-        lambda logits, batch: (
-            F.cross_entropy(logits, batch.labels.flatten(), reduction="none")
-            @ batch.loss_mask.flatten().to(logits.dtype)
-        ),
-        lambda batch: 1.0,
-    )
+
+    def summed(logits: Tensor, batch: Any) -> Tensor:
+        losses = F.cross_entropy(logits, batch.labels.flatten(), reduction="none")
+        return losses @ batch.loss_mask.flatten().to(logits.dtype)
+
+    own = WholeLogitsLoss(model, serial_mesh(), summed, lambda batch: 1.0)
     batch, scales = on_device(samples(2), CPU), torch.full((1,), 1 / 48, dtype=torch.float64)
     x = model.layers(model.embed(batch), batch)
     torch.testing.assert_close(own.loss(x, batch, scales), model.loss(x, batch, scales))
@@ -126,38 +113,6 @@ def test_a_model_alone_is_its_stages_in_order() -> None:
     x = model.layers(model.embed(batch), batch)
     assert torch.equal(model(batch, scales), model.loss(x, batch, scales))
     assert torch.equal(model(batch), model.logits(x))
-
-
-UNTIED = {"untie_embeddings_and_output_weights": True}
-STAGED: dict[str, Any] = {
-    "gpt2": tiny_config(num_layers=4),
-    "untied": tiny_config(num_layers=4, **UNTIED),
-    "llama": llama_config(num_layers=4),
-    "bert": bert_config(num_layers=4),
-    "post-ln": bert_config("post-ln", num_layers=4),
-}
-
-
-@pytest.mark.parametrize("name", list(STAGED))
-def test_pipeline_ranks_divide_a_model_under_its_names(name: str) -> None:
-    """Two virtual stages a rank: rank 0 has layers 0 and 2. Both ends have a tied embedding."""
-    layers = tuple(range(number, number + 1) for number in range(4))
-    plan, whole = PipelinePlan(2, 2, "interleaved", layers), names_of(STAGED[name], 1, 0)
-    first, last = (names_of(STAGED[name], 2, rank, plan) for rank in range(2))
-    tied = {each for each in whole if each.endswith("word_embedding.weight")}
-    assert first | last == whole
-    assert first & last == (tied if STAGED[name].has_tied_head else set())
-    for number in range(4):
-        of_layer = {each for each in whole if f".layers.{number}." in each}
-        assert of_layer
-        assert of_layer <= (first, last)[number % 2]
-
-
-def names_of(
-    config: ModelConfig, ranks: int, rank: int, plan: PipelinePlan = WHOLE_MODEL
-) -> set[str]:
-    mesh = absent_mesh({"pipeline": ranks}, CPU, stage=rank)
-    return {name for name, _ in build_on_meta(config, mesh, 101, pipeline=plan).named_parameters()}
 
 
 def test_a_kind_without_a_list_of_stages_has_no_pipeline() -> None:
@@ -193,21 +148,6 @@ def test_dropout_of_the_embeddings_is_a_setting(embedding: float | None, hidden:
     (x,) = outputs
     p = hidden if embedding is None else embedding
     assert (x == 0).double().mean().item() == pytest.approx(p, abs=0.05)
-
-
-def test_a_batch_takes_its_tokens_in_an_order() -> None:
-    batch, order = samples(3), np.array([5, 0, 9])
-    taken = batch.take(order)
-    assert (batch.num_samples, batch.num_tokens) == (3, batch.tokens.size)
-    assert (taken.num_samples, taken.num_tokens) == (3, 9)
-    for name in ("tokens", "labels", "loss_mask", "positions"):
-        assert np.array_equal(getattr(taken, name), getattr(batch, name)[:, order]), name
-    again = taken.take(np.array([2, 0]))  # places are those in the sample
-    for part, places in ((taken, order), (again, order[[2, 0]])):
-        keys = dropout_keys(on_device(part, CPU)).view(3, -1)
-        assert torch.equal(keys, dropout_keys(on_device(batch, CPU)).view(3, -1)[:, places])
-    pictures = images(3, first=0)
-    assert (pictures.num_samples, pictures.num_tokens) == (3, 3)
 
 
 def test_a_kind_is_found_by_its_name_or_registered_under_one() -> None:

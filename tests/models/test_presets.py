@@ -54,14 +54,9 @@ def test_llamas(name: str) -> None:
     model = config.model
     assert (model.num_layers, model.hidden_size, model.ffn_size) == (layers, h, f)
     assert (model.num_attention_heads, model.query_groups) == (heads, groups)
-    assert (config.optimizer.lr, model.layernorm_epsilon) == (rate, 1e-5)
-    assert not model.has_tied_head
-    rotary = model.rotary_base, model.rope_scaling
-    lengths = config.data.seq_length, model.max_position_embeddings
-    if name == "llama_tutorial":
-        assert (*rotary, *lengths) == (10_000, None, 512, 2048)
-    elif name != "miniature_llama":
-        assert (*rotary, *lengths) == (500_000, (8, 1, 4, 8192), 8192, 131_072)
+    assert config.optimizer.lr == rate
+    if name.startswith("llama3"):
+        assert (model.rotary_base, model.rope_scaling) == (500_000, (8, 1, 4, 8192))
         assert config.global_batch_size(512) * config.data.seq_length == 2**22
     assert config.parallel.tensor_model_parallel_size == tensor_size
     assert config.model.vocab_size in (vocab, None)

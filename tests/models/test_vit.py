@@ -1,6 +1,7 @@
 """ViT against transformers and plain torch; its crops, flips and accuracy."""
 
 from collections.abc import Sequence
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -34,42 +35,22 @@ from tests.tiny import (
     whole_gradients,
     whole_weights,
 )
+from tests.vit import PATCH, SIDE, vit_config, vit_samples
 
-CLASSES, SIDE, PATCH, HIDDEN, LAYERS = 7, 8, 4, 32, 2
+CLASSES, HIDDEN, LAYERS = 7, 32, 2
 PARAMETERS = ("weight", "bias")
-MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
-
-
-def make_config(**changes: Any) -> ViTConfig:
-    settings: dict[str, Any] = {
-        "num_layers": LAYERS,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": 4,
-        "image_size": SIDE,
-        "patch_size": PATCH,
-        "image_mean": MEAN,
-        "image_std": STD,
-    }
-    return ViTConfig(**(settings | changes))
 
 
 def images(count: int, *, first: int = 0, changes: bool = False) -> ImageBatch:
-    random = np.random.default_rng(first)
-    pixels = random.integers(256, size=(count, SIDE, SIDE, 3), dtype=np.uint8)
-    return ImageBatch(
-        images=pixels,
-        labels=random.integers(CLASSES, size=count),
-        shifts=random.integers(-3, 4, size=(count, 2)) if changes else None,
-        flips=random.integers(2, size=count).astype(bool) if changes else None,
-        numbers=np.arange(first, first + count),
-    )
+    batch = vit_samples(count, first=first, changes=changes)
+    return batch.with_arrays(labels=batch.labels % CLASSES)
 
 
 def normalised(batch: ImageBatch) -> Tensor:
     """fp64 [b, 3, size, size]"""
     pixels = torch.from_numpy(batch.images).double() / 255
-    facts = (torch.tensor(each, dtype=torch.float64) for each in (MEAN, STD))
-    mean, std = facts
+    facts = vit_config().image_mean, vit_config().image_std
+    mean, std = (torch.tensor(each, dtype=torch.float64) for each in facts)
     return ((pixels - mean) / std).permute(0, 3, 1, 2)
 
 
@@ -131,7 +112,7 @@ def test_three_steps_equal_those_of_transformers(smoothing: float) -> None:
     named = dict(other.named_parameters())
     weights = in_our_names({name: each.detach() for name, each in named.items()})
     optimizer = OptimizerConfig(weight_decay=0.1, decay_biases_and_norms=True, clip_grad=0)
-    state = whole_state(make_config(label_smoothing=smoothing), weights, optimizer=optimizer)
+    state = whole_state(vit_config(label_smoothing=smoothing), weights, optimizer=optimizer)
     adam = torch.optim.AdamW(other.parameters(), lr=rate, weight_decay=0.1)
     for step in range(3):
         batch = images(6, first=10 * step)
@@ -159,13 +140,13 @@ def assert_close(name: str, actual: Tensor, expected: Tensor) -> None:
 
 
 def test_mean_pooling_equals_plain_torch() -> None:
-    config = make_config(pooling="mean")
+    config = vit_config(pooling="mean")
     model: ViT = build_model(config, serial_mesh(), CLASSES, seed=1, dtype=torch.float64)
     weights = tiny_weights(model)
     scatter_weights(model, weights)
     plain = nn.TransformerEncoderLayer(
         HIDDEN, 4, 4 * HIDDEN, 0.0, F.gelu, norm_first=True, batch_first=True
-    )
+    ).double()
     names = {
         "self_attn.in_proj": "attention.qkv",
         "self_attn.out_proj": "attention.output",
@@ -179,20 +160,16 @@ def test_mean_pooling_equals_plain_torch() -> None:
     x = F.linear(patches, *(weights[f"patch_embedding.{kind}"].double() for kind in PARAMETERS))
     x = x + weights["position_embedding.weight"].double()
     for number in range(LAYERS):
-        own = {
-            f"{theirs}{'_' if 'in_proj' in theirs else '.'}{kind}": weights[
-                f"transformer.layers.{number}.{ours}.{kind}"
-            ]
-            for theirs, ours in names.items()
-            for kind in PARAMETERS
-        }
-        own["self_attn.in_proj_weight"] = own["self_attn.in_proj_weight"].flatten(0, 1)
-        own["self_attn.in_proj_bias"] = own["self_attn.in_proj_bias"].flatten(0, 1)
-        plain.load_state_dict(own)
-        x = plain.double()(x)
-    norm = [weights[f"final_norm.{kind}"].double() for kind in PARAMETERS]
-    pooled = F.layer_norm(x, (HIDDEN,), *norm).mean(1)
-    scores = F.linear(pooled, *(weights[f"head.{kind}"].double() for kind in PARAMETERS))
+        for (theirs, ours), kind in product(names.items(), PARAMETERS):
+            weight = weights[f"transformer.layers.{number}.{ours}.{kind}"]
+            mine = plain.get_parameter(f"{theirs}{'_' if 'in_proj' in theirs else '.'}{kind}")
+            mine.data.copy_(weight.reshape(mine.shape))
+        x = plain(x)
+    norm, head = (
+        [weights[f"{name}.{kind}"].double() for kind in PARAMETERS]
+        for name in ("final_norm", "head")
+    )
+    scores = F.linear(F.layer_norm(x, (HIDDEN,), *norm).mean(1), *head)
     assert error(model(on_device(batch, torch.device("cpu"))), scores) < 1e-12
 
 
@@ -221,13 +198,13 @@ class Validation:
 def measure(tensor: str, samples: int, sequence: bool = False) -> dict[str, float]:
     """Loss and accuracy on this rank of the pool, or in the process of the test."""
     mesh = mesh_of_ranks(int(tensor), sequence_parallel=sequence)
-    model: ViT = build_model(make_config(), mesh, CLASSES, seed=1, dtype=torch.float64)
+    model: ViT = build_model(vit_config(), mesh, CLASSES, seed=1, dtype=torch.float64)
     scatter_weights(model, tiny_weights(model))
     return mean_losses(model, model.measured, Validation(), samples, 2, mesh)
 
 
 def test_accuracy() -> None:
-    model: ViT = build_model(make_config(), serial_mesh(), CLASSES, seed=1, dtype=torch.float64)
+    model: ViT = build_model(vit_config(), serial_mesh(), CLASSES, seed=1, dtype=torch.float64)
     scatter_weights(model, tiny_weights(model))
     batch = Validation().batch(range(11))
     with torch.no_grad():
@@ -244,7 +221,7 @@ def test_accuracy() -> None:
 @pytest.mark.parametrize("samples", [5, 6])
 def test_evaluation_under_sequence_parallelism(gloo: Pool, samples: int) -> None:
     """The last batch has 5 rows of one image, which 2 ranks cannot share."""
-    assert make_config().positions % 2
+    assert vit_config().positions % 2
     alone = measure("1", samples)
     for found in gloo.run(2, measure, "2", samples, True):
         assert found == pytest.approx(alone, rel=1e-12)

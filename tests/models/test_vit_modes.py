@@ -45,13 +45,8 @@ def train(
     mesh: Mesh, train_images: Images, test_images: Images
 ) -> tuple[dict[str, Tensor], NDArray[np.int64]]:
     """(whole weights after the steps, the model's class of each test image)."""
-    config = ViTConfig(
-        num_layers=4,
-        hidden_size=64,
-        num_attention_heads=4,
-        image_mean=(0.49, 0.48, 0.45),
-        image_std=(0.25, 0.24, 0.26),
-    )
+    colors = {"image_mean": (0.49, 0.48, 0.45), "image_std": (0.25, 0.24, 0.26)}
+    config = ViTConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **colors)
     optimizer = OptimizerConfig(weight_decay=0.0)
     state = build_state(config, mesh, CLASSES, seed=1, dtype=torch.float64, optimizer=optimizer)
     batches = prefetch(

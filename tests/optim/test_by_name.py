@@ -104,27 +104,15 @@ class Plain(Optimizer):
 
 def config_of(name: str) -> OptimizerConfig:
     given = {"sgd_momentum": 0.7} if name == "sgd" else {}
-    return OptimizerConfig(
-        optimizer=name,
-        weight_decay=DECAY,
-        decay_biases_and_norms=True,
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        adam_eps=EPSILON,
-        clip_grad=0.5,
-        **given,
-    )
+    given |= {"adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "adam_eps": EPSILON}
+    decay = {"weight_decay": DECAY, "decay_biases_and_norms": True}
+    return OptimizerConfig(optimizer=name, clip_grad=0.5, **decay, **given)
 
 
 def start(words: str, config: OptimizerConfig, mesh: Mesh | None = None) -> TrainState:
     """mesh: of the ranks of the pool; None for one process."""
-    layout = parse_layout(words)
-    plan = plan_pipeline(
-        TrainingParallelConfig(**layout.settings),
-        tiny_config(),
-        seq_length=SEQUENCE,
-        vocab_size=VOCABULARY,
-    )
+    layout, sizes = parse_layout(words), {"seq_length": SEQUENCE, "vocab_size": VOCABULARY}
+    plan = plan_pipeline(TrainingParallelConfig(**layout.settings), tiny_config(), **sizes)
     mesh = mesh or serial_mesh()
     return tiny_state(mesh, optimizer=config, zero_stage=layout.zero, pipeline=plan)
 
