@@ -266,9 +266,9 @@ def _list_cifar(folder: Path) -> Listing:
             raise UsageError("--data-path", folder, f"a folder with {pattern}, too")
         splits[split] = []
         for file in found:
-            count, rest = divmod(file.stat().st_size, CIFAR_RECORD)
+            count, rest = divmod(size := file.stat().st_size, CIFAR_RECORD)
             if rest or not count:
-                allowed = f"of whole records of {CIFAR_RECORD} bytes; it ends in one of {rest}"
+                allowed = f"of whole records of {CIFAR_RECORD:,} bytes; it has {size:,}"
                 raise UsageError("--data-path", file, allowed)
             labels = np.fromfile(file, np.uint8).reshape(count, -1)[:, 0].tolist()
             splits[split] += [Origin(file, label, n) for n, label in enumerate(labels)]
