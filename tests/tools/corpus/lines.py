@@ -35,6 +35,14 @@ def dropped(facts: dict[str, Any]) -> dict[str, int]:
     return {reason: count["documents"] for reason, count in facts["dropped"].items()}
 
 
+def duplicates(folder: Path) -> list[dict[str, Any]]:
+    """Lines of its duplicates.jsonl, if there is one, without where the documents were."""
+    path = folder / "duplicates.jsonl"
+    lines = read_jsonl(path) if path.exists() else []
+    places = ("file", "offset", "kept_file", "kept_offset")
+    return [{k: value for k, value in line.items() if k not in places} for line in lines]
+
+
 def content(folder: Path) -> dict[str, bytes]:
     """Every file of an output folder but run.json, which tells what one run took."""
     return {

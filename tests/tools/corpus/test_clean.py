@@ -1,12 +1,11 @@
 """The clean step: repair, newlines, language and length of documents."""
 
-import gzip
 import html.entities
 import itertools
 import json
 import random
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -39,8 +38,7 @@ FRAGMENTS = [
 
 
 def read_c4(folder: Path) -> list[str]:
-    with gzip.open(folder / "neardup" / "c4_sample.jsonl.gz") as file:
-        return [json.loads(line)["text"] for line in file]
+    return [each["text"] for each in read_jsonl(folder / "neardup" / "c4_sample.jsonl.gz")]
 
 
 def clean(tmp_path: Path, records: list[dict[str, Any]], **more: Any) -> Path:
@@ -53,32 +51,21 @@ def clean(tmp_path: Path, records: list[dict[str, Any]], **more: Any) -> Path:
 # Repair
 
 
-def every_ascii_character_and_entity() -> Iterator[str]:
+def odd_strings() -> Iterator[str]:
+    """Every ASCII character and entity, strings of what ftfy looks for, and random characters."""
     lines = [f"a{chr(code)}b" for code in range(256)]
     lines += [f"a &{name} b &{name.upper()} c" for name in html.entities.html5]
-    yield "\n".join(lines)
-    yield "\n".join(lines).replace("<", "")
-
-
-def strings_of_what_ftfy_looks_for() -> Iterator[str]:
+    yield from ("\n".join(lines), "\n".join(lines).replace("<", ""))
     generator = random.Random(1)
     for length in (0, *generator.choices(range(1, 20), k=6000)):
         yield "".join(generator.choices(FRAGMENTS, k=length))
-
-
-def random_characters() -> Iterator[str]:
-    generator = random.Random(2)
     planes = [range(0x80), range(0x250), range(0x2000, 0x2200), range(0x11000)]
     for _ in range(2000):
         yield "".join(chr(generator.choice(generator.choice(planes))) for _ in range(20))
 
 
-@pytest.mark.parametrize(
-    "texts",
-    [every_ascii_character_and_entity, strings_of_what_ftfy_looks_for, random_characters],
-)
-def test_repair_is_ftfys(texts: Callable[[], Iterator[str]]) -> None:
-    for text in texts():
+def test_repair_is_ftfys() -> None:
+    for text in odd_strings():
         assert repair(text) == ftfy.fix_text(text), ascii(text)
 
 
@@ -125,36 +112,26 @@ def test_wrapped_paragraphs_become_one_line_each(width: int) -> None:
     assert mend_newlines(wrapped) == "\n\n".join(words)
 
 
-def test_a_line_that_is_not_full_keeps_its_newline() -> None:
-    text = "A heading\n" + textwrap.fill(ENGLISH, 60) + "\n  an indented line\nand its neighbour"
-    assert mend_newlines(text) == (
-        f"A heading\n{ENGLISH.strip()}\n  an indented line\nand its neighbour"
-    )
+WRAPPED = textwrap.fill(ENGLISH, 60)
+Y, Z = "y" * 54, "z" * 64
+# A text, and what becomes of it where that is another one: text that is not wrapped stays.
+LINES = [
+    (f"A heading\n{WRAPPED}\n  an indented line\nand its neighbour",
+     f"A heading\n{ENGLISH.strip()}\n  an indented line\nand its neighbour"),
+    (f"{'x' * 59}well-\nknown {Y} -\n{Z}\nthe end", f"{'x' * 59}well-known {Y} - {Z} the end"),
+    ("\n\na \nb\n \t\n\n\nc\n\nd\n", "a\nb\n\nc\n\nd"),
+    ("\n".join(["one paragraph a line, and " + "long, " * 40 + "end"] * 5), None),
+    ("Shall I compare thee to a summer's day?\nThou art more lovely\nand more temperate:\n"
+     "Rough winds do shake the darling buds of May,\nAnd summer's lease\nhath all too short", None),
+    ("\n".join(["milk", "eggs", "bread", "butter", "flour"] * 3), None),
+    ("two lines of which the first one is so long that it\nmight have been wrapped", None),
+    ("one line", None),
+]  # fmt: skip
 
 
-def test_a_word_with_a_hyphen_is_joined_without_a_blank() -> None:
-    text = "\n".join(["x" * 59 + "well-", "known " + "y" * 54 + " -", "z" * 64, "the end"])
-    joined = "x" * 59 + "well-known " + "y" * 54 + " - " + "z" * 64 + " the end"
-    assert mend_newlines(text) == joined
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "\n".join(["one paragraph a line, and " + "long, " * 40 + "end"] * 5),
-        "Shall I compare thee to a summer's day?\nThou art more lovely\nand more temperate:\n"
-        "Rough winds do shake the darling buds of May,\nAnd summer's lease\nhath all too short",
-        "\n".join(["milk", "eggs", "bread", "butter", "flour"] * 3),
-        "two lines of which the first one is so long that it\nmight have been wrapped",
-        "one line",
-    ],
-)
-def test_text_that_is_not_wrapped_keeps_its_newlines(text: str) -> None:
-    assert mend_newlines(text) == text
-
-
-def test_superfluous_blanks_and_newlines_go() -> None:
-    assert mend_newlines("\n\na \nb\n \t\n\n\nc\n\nd\n") == "a\nb\n\nc\n\nd"
+@pytest.mark.parametrize(("text", "mended"), LINES)
+def test_newlines_that_wrap_and_superfluous_ones_go(text: str, mended: str | None) -> None:
+    assert mend_newlines(text) == (text if mended is None else mended)
 
 
 # Language
@@ -166,10 +143,7 @@ def test_languages_are_told_apart() -> None:
     assert identify(NUMBERS) == "un"
     assert identify("<p " + ENGLISH) == "en"  # text as it stands, no markup to be left out
     assert identify("") == "un"
-
-
-def test_start_and_middle_of_a_long_text_decide() -> None:
-    assert identify(NUMBERS * 10 + ENGLISH * 10 + NUMBERS * 10) == "en"
+    assert identify(NUMBERS * 10 + ENGLISH * 10 + NUMBERS * 10) == "en"  # start and middle decide
 
 
 def test_no_code_point_stops_the_identification() -> None:
@@ -221,8 +195,7 @@ def test_the_shortcut_to_tokens_is_exact(tmp_path: Path) -> None:
 
 def test_the_documents_kept_are_those_of_128_tokens(test_data: Path, tmp_path: Path) -> None:
     records = [{"text": text} for text in read_c4(test_data)]
-    vocabulary = test_data / "gpt2" / "vocab.json"
-    merges = test_data / "gpt2" / "merges.txt"
+    vocabulary, merges = (test_data / "gpt2" / name for name in ("vocab.json", "merges.txt"))
     folder = clean(tmp_path, records, language="any", vocab_file=vocabulary, merge_file=merges)
     peer = ByteLevelBPETokenizer(str(vocabulary), str(merges))
     texts = [ftfy.fix_text(record["text"]) for record in records]
@@ -246,15 +219,11 @@ def test_long_english_documents_stay_with_all_their_fields(tmp_path: Path) -> No
     ]
     folder = clean(tmp_path, records)
     assert read_jsonl(folder) == [{"text": ENGLISH + "schön", "url": "here", "id": 7}]
-    assert dropped(manifest(folder)) == {
-        "another language": 1,
-        "language unknown": 2,
-        "under 128 pieces": 1,
-    }
     facts = manifest(folder)
+    gone = {"another language": 1, "language unknown": 2, "under 128 pieces": 1}
+    assert dropped(facts) == gone
     assert facts["languages"] == {"de": 1, "en": 2, "un": 2}
-    assert facts["repaired"] == 1
-    assert facts["unit_of_length"] == "pieces"
+    assert (facts["repaired"], facts["unit_of_length"]) == (1, "pieces")
     assert facts["lengths"]["after"] == {"512": 1}
     assert facts["lengths"]["before"] == {"4": 1, "32": 1, "512": 1, "1024": 2}
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from megatron.data.json_lines import find_shards
 from tests.refusals import field_of, refusal
 from tests.tools.corpus.lines import content, manifest, read_jsonl, stages, wait_until, write_jsonl
 from tests.tools.corpus.steps_of_tests import TOY, Settings, corpus, run, toy
+from tests.tools.corpus.tokenize.test_writer import cut_off
 from tools.corpus import extract, split
 from tools.corpus.engine import StepRun
 from tools.corpus.files import Count, DocumentCounts, cut
@@ -56,10 +59,9 @@ def test_a_step_writes_shards_a_manifest_and_what_it_set_aside(
     assert [record["number"] for record in records] == list(range(120))
     assert records[41]["text"] == "document 1 of 1!"
     found = manifest(out)
-    assert found["step"] == "toy"
-    assert found["numbered"] == found["output"]["documents"] == 120
-    assert found["input"]["documents"] == 121
+    assert (found["step"], found["numbered"]) == ("toy", 120)
     assert found["dropped"]["bad line"]["documents"] == 1
+    assert (found["input"]["documents"], found["output"]["documents"]) == (121, 120)
     inputs = sorted((tmp_path / "in").glob("*.jsonl"))
     assert [(each["name"], each["sha256"]) for each in found["inputs"]] == [
         (path.name, sha256(path)) for path in inputs
@@ -92,8 +94,8 @@ def test_a_run_that_was_stopped_goes_on_and_repeats_nothing(tmp_path: Path) -> N
         assert content(output) == content(tmp_path / "expected")
 
 
-def write_other(path: Path, before: bytes = b"document 7", after: bytes = b"DOCUMENT 7") -> None:
-    path.write_bytes(path.read_bytes().replace(before, after))
+def write_other(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"document 7", b"DOCUMENT 7"))
     os.utime(path, (1, 1))
 
 
@@ -130,14 +132,6 @@ def forget_files(folder: Path, output: Path) -> None:
     (output / "run.json").write_text(json.dumps(run))
 
 
-def stop(folder: Path, output: Path) -> None:
-    interrupt(folder, output)
-
-
-def complete(folder: Path, output: Path) -> None:
-    run(toy(folder, output))
-
-
 def split_it(folder: Path, output: Path) -> None:
     """Another step, with folders in its folder."""
     files = tuple(sorted(folder.glob("*.jsonl")))
@@ -149,14 +143,13 @@ def begin_other(folder: Path, output: Path) -> None:
         (output / "part-00099.jsonl").write_text("{}")
 
 
-def put(name: str) -> Change:
-    def change(folder: Path, output: Path) -> None:
-        output.mkdir()
-        (output / name).write_text("{}")
-
-    return change
-
-
+FILL: dict[str, Change] = {
+    "complete": lambda folder, output: run(toy(folder, output)),
+    "stopped": interrupt,
+    "split": split_it,
+    "other": begin_other,
+}
+PUT = ("mine.txt", "manifest.json", "part-00000.jsonl")  # by somebody else
 NOTHING: dict[str, Change] = {
     "more workers": lambda folder, output: {"workers": 2},
     "time of input": lambda folder, output: os.utime(folder / "1.jsonl", (1, 1)),
@@ -178,20 +171,17 @@ OF_FINISHED: dict[str, Change] = {
     "lost manifest": lambda folder, output: (output / "manifest.json").unlink(),
     "earlier version": lambda folder, output: forget_files(folder, output) or {"mark": "?"},
 }
-SAME: tuple[str, Change] = ("", lambda folder, output: None)
-SHARE, OVER = {"shard": "0/2"}, {"overwrite": True}
+EVERY: dict[str, Change] = {**NOTHING, **OF_FINISHED, "": lambda folder, output: None}
+ANEW: list[tuple[dict[str, Any], str]] = [({}, "refused"), ({"overwrite": True}, "anew")]
 # (what fills the folder, what changes then, flags, whether the folder is kept, refused or anew).
-STATES: list[tuple[Change, tuple[str, Change], dict[str, Any], str]] = [
-    *((complete, each, {}, "kept") for each in NOTHING.items()),
-    *((complete, each, {}, "refused") for each in OF_FINISHED.items()),
-    *((complete, each, OVER, "anew") for each in OF_FINISHED.items()),
-    *((stop, each, {}, "anew") for each in CHANGES.items()),
-    *((stop, (name, CHANGES[name]), SHARE, "refused") for name in ("unit", "mark")),
-    *((other, SAME, {}, "refused") for other in (split_it, begin_other)),
-    *((other, SAME, OVER, "anew") for other in (split_it, begin_other)),
-    *((put(name), (name, SAME[1]), flags, "refused") for flags in ({}, OVER)
-      for name in ("mine.txt", "manifest.json", "part-00000.jsonl")),
-]  # fmt: skip
+STATES: list[tuple[str, str, dict[str, Any], str]] = [
+    *(("complete", each, {}, "kept") for each in NOTHING),
+    *(("complete", each, *outcome) for each in OF_FINISHED for outcome in ANEW),
+    *(("stopped", each, {}, "anew") for each in CHANGES),
+    *(("stopped", each, {"shard": "0/2"}, "refused") for each in ("unit", "mark")),
+    *((other, "", *outcome) for other in ("split", "other") for outcome in ANEW),
+    *((name, "", flags, "refused") for name in PUT for flags, _ in ANEW),
+]
 MINE = (
     *("mine.txt", "mine/part-00000.jsonl", "train/mine.txt", "a.part", "text_document.json"),
     "part-0 of my notes/mine.txt",
@@ -200,17 +190,20 @@ MINE = (
 
 @pytest.mark.parametrize(
     ("fill", "change", "flags", "outcome"), STATES,
-    ids=["-".join([fill.__name__, change[0], *flags, outcome])
-         for fill, change, flags, outcome in STATES],
+    ids=["-".join([fill, change, *flags, outcome]) for fill, change, flags, outcome in STATES],
 )  # fmt: skip
 def test_a_folder_is_kept_refused_or_made_anew(
-    fill: Change, change: tuple[str, Change], flags: dict[str, Any], outcome: str, tmp_path: Path
+    fill: str, change: str, flags: dict[str, Any], outcome: str, tmp_path: Path
 ) -> None:
     folder, output = corpus(tmp_path / "in", fatal=2), tmp_path / "out"
-    fill(folder, output)
+    if fill in PUT:
+        output.mkdir()
+        (output / fill).write_text("{}")
+    else:
+        FILL[fill](folder, output)
     calls(folder)
     filled = content(output)
-    settings = change[1](folder, output)
+    settings = EVERY[change](folder, output)
     settings = settings if isinstance(settings, dict) else {}
     changed = content(output)
     for name in MINE:
@@ -242,31 +235,20 @@ def test_nothing_outside_of_the_folder_is_removed(tmp_path: Path) -> None:
         assert precious.exists()
 
 
-def test_an_overwriting_run_that_is_killed_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_overwriting_run_that_is_cut_off_anywhere_goes_on(tmp_path: Path) -> None:
     folder = corpus(tmp_path / "in", files=1)
     run(toy(folder, tmp_path / "fresh", mark="?"))
-    left, unlink = 0, Path.unlink
-
-    def unlink_or_die(path: Path, missing_ok: bool = False) -> None:
-        nonlocal left
-        if path.exists():
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-        unlink(path, missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", unlink_or_die)
-    for at in range(1, 7):
-        output = tmp_path / str(at)
+    for steps in itertools.count():
+        output = tmp_path / str(steps)
         run(toy(folder, output))
-        left = at
-        with pytest.raises(KeyboardInterrupt):
-            run(toy(folder, output, mark="?", overwrite=True))
-        left = -1
-        run(toy(folder, output, mark="?", overwrite=True))
+        again = toy(folder, output, mark="?", overwrite=True)
+        with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
+            cut_off(patch, steps)
+            run(again)
+            break
+        run(again)
         assert content(output) == content(tmp_path / "fresh")
+    assert steps > 6
 
 
 def test_the_same_content_is_the_same_input_and_setting_wherever_it_lies(

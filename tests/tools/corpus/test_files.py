@@ -15,46 +15,23 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 from backports import zstd
 
+from megatron.data import json_lines
 from megatron.data.files import atomic_writer
-from megatron.data.json_lines import (
-    DEEPEST,
-    LONGEST_LINE,
-    Line,
-    find_shards,
-    open_shard,
-    parse_record,
-    read_lines,
-)
 from tests.refusals import refusal
-from tools.corpus.files import (
-    Compression,
-    DocumentCounts,
-    cut,
-    document_id,
-    dump_record,
-    keyed_hash,
-    read_documents,
-    source_of,
-    write_shard,
-)
+from tools.corpus import files
 
-COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
-    ".gz": gzip.compress,
-    ".zst": zstd.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
-}
-DECOMPRESSORS: dict[str, Callable[[], Any]] = {
-    ".gz": lambda: zlib.decompressobj(31),
-    ".zst": zstd.ZstdDecompressor,
-    ".bz2": bz2.BZ2Decompressor,
-    ".xz": lzma.LZMADecompressor,
+COMPRESSION: dict[str, tuple[Callable[[bytes], bytes], Callable[[], Any]]] = {
+    ".gz": (gzip.compress, lambda: zlib.decompressobj(31)),
+    ".zst": (zstd.compress, zstd.ZstdDecompressor),
+    ".bz2": (bz2.compress, bz2.BZ2Decompressor),
+    ".xz": (lzma.compress, lzma.LZMADecompressor),
 }
 
 
@@ -71,17 +48,18 @@ def lines_of(content: bytes, longest: int) -> list[tuple[int, bytes | None]]:
     return found
 
 
-def lines_of_units(path: Path, unit_bytes: int, longest: int = LONGEST_LINE) -> list[Line]:
-    units = cut([path], unit_bytes)
-    return [
-        line
-        for unit in units
-        for line in read_lines(unit.file, unit.start, unit.stop, longest=longest)
-    ]
+def lines_of_units(
+    path: Path, unit_bytes: int, longest: int = json_lines.LONGEST_LINE
+) -> list[json_lines.Line]:
+    of_units = (
+        json_lines.read_lines(unit.file, unit.start, unit.stop, longest=longest)
+        for unit in files.cut([path], unit_bytes)
+    )
+    return [*chain.from_iterable(of_units)]
 
 
-def read_all(path: Path, unit_bytes: int, longest: int) -> list[tuple[int, bytes | None]]:
-    lines = lines_of_units(path, unit_bytes, longest)
+def read_all(path: Path, *sizes: int) -> list[tuple[int, bytes | None]]:
+    lines = lines_of_units(path, *sizes)
     return [(line.offset, None if line.fault else line.content) for line in lines]
 
 
@@ -107,7 +85,7 @@ def test_units_cover_every_line_exactly_once(seed: int, tmp_path: Path) -> None:
     expected = lines_of(content, longest)
     for unit_bytes in (1, 2, 3, 7, 16, 31, 100, 10_000):
         assert read_all(path, unit_bytes, longest) == expected
-    for ending, compress in COMPRESSORS.items():
+    for ending, (compress, _) in COMPRESSION.items():
         packed = tmp_path / f"in.jsonl{ending}"
         packed.write_bytes(compress(content))
         assert read_all(packed, 7, longest) == expected
@@ -116,7 +94,7 @@ def test_units_cover_every_line_exactly_once(seed: int, tmp_path: Path) -> None:
 def test_units_share_the_bytes_of_all_files_out_evenly(tmp_path: Path) -> None:
     for name, size in (("a.jsonl", 1000), ("b.jsonl", 0), ("c.jsonl", 149), ("d.jsonl.gz", 999)):
         (tmp_path / name).write_bytes(b"x" * size)
-    units = cut(find_shards([tmp_path]), 100)
+    units = files.cut(json_lines.find_shards([tmp_path]), 100)
     assert [unit.number for unit in units] == list(range(len(units))) == list(range(13))
     by_file: dict[str, list[tuple[int, int]]] = {}
     for unit in units:
@@ -164,14 +142,15 @@ def test_units_inside_one_long_line_do_not_read_to_its_end(tmp_path: Path) -> No
     assert bytes_read() - before < 3 * (20 << 20)
 
 
-@pytest.mark.parametrize("ending", COMPRESSORS)
+@pytest.mark.parametrize("ending", COMPRESSION)
 def test_a_damaged_compressed_file_yields_what_is_before(ending: str, tmp_path: Path) -> None:
     dice = random.Random(1)
     content = b"".join(dice.randbytes(50).hex().encode() + b"\n" for _ in range(30_000))
-    packed = COMPRESSORS[ending](content)
+    compress, decompressor = COMPRESSION[ending]
+    packed = compress(content)
     path = tmp_path / f"in.jsonl{ending}"
     path.write_bytes(packed[: len(packed) // 2])
-    whole = DECOMPRESSORS[ending]().decompress(packed[: len(packed) // 2]).split(b"\n")[:-1]
+    whole = decompressor().decompress(packed[: len(packed) // 2]).split(b"\n")[:-1]
     assert len(whole) > 2500
     *before, last = lines_of_units(path, 1000)
     assert [line.content for line in before] == whole
@@ -187,7 +166,7 @@ def test_a_damaged_compressed_file_yields_what_is_before(ending: str, tmp_path: 
 def test_a_failing_disk_is_not_taken_for_a_damaged_file(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl.gz").symlink_to("/proc/self/mem")  # whose first byte cannot be read
     with pytest.raises(OSError, match=rf"\[Errno {errno.EIO}\]"):
-        list(read_lines(str(tmp_path / "in.jsonl.gz"), 0, 1))
+        list(json_lines.read_lines(str(tmp_path / "in.jsonl.gz"), 0, 1))
 
 
 def test_a_folder_is_read_in_order_and_without_the_files_of_the_step(tmp_path: Path) -> None:
@@ -198,12 +177,12 @@ def test_a_folder_is_read_in_order_and_without_the_files_of_the_step(tmp_path: P
         (tmp_path / name).touch()
     (tmp_path / "g.jsonl").mkdir()
     with pytest.warns(UserWarning, match=r"f\.jsonl\.123\.part.* g\.jsonl.* page\.md"):
-        assert [path.name for path in find_shards([tmp_path])] == sorted(names)
+        assert [path.name for path in json_lines.find_shards([tmp_path])] == sorted(names)
     with pytest.warns(UserWarning, match=r"b\.jsonl"):
-        texts = find_shards([tmp_path], (".txt",))
+        texts = json_lines.find_shards([tmp_path], (".txt",))
     assert [path.name for path in texts] == ["more.txt.gz", "notes.txt"]
     named = [tmp_path / "notes.txt", tmp_path / "a.jsonl.zst"]
-    assert find_shards(named) == named
+    assert json_lines.find_shards(named) == named
 
 
 def test_a_text_file_is_one_document_whatever_its_unit(tmp_path: Path) -> None:
@@ -214,11 +193,11 @@ def test_a_text_file_is_one_document_whatever_its_unit(tmp_path: Path) -> None:
     (tmp_path / "d.txt").write_bytes(b"\xff")
     (tmp_path / "e.txt").write_text("   \n")
     (tmp_path / "f.txt").touch()
-    os.truncate(tmp_path / "f.txt", LONGEST_LINE + 1)
-    units = cut(find_shards([tmp_path]), 100)
+    os.truncate(tmp_path / "f.txt", json_lines.LONGEST_LINE + 1)
+    units = files.cut(json_lines.find_shards([tmp_path]), 100)
     assert [Path(unit.file).name for unit in units] == [f.name for f in sorted(tmp_path.iterdir())]
-    accounting = DocumentCounts()
-    found = [each for unit in units for each in read_documents(unit, accounting)]
+    accounting = files.DocumentCounts()
+    found = [each for unit in units for each in files.read_documents(unit, accounting)]
     assert [each.text for each in found] == [text, text]
     assert [each.record["id"] for each in found] == ["a.txt", "b.txt"]
     assert [Path(bad["file"]).name for bad in accounting.rejected] == [
@@ -230,27 +209,22 @@ def test_a_text_file_is_one_document_whatever_its_unit(tmp_path: Path) -> None:
     ("compression", "ending"), [("none", ".jsonl"), ("gzip", ".jsonl.gz"), ("zstd", ".jsonl.zst")]
 )
 def test_a_shard_has_the_same_bytes_twice_and_says_what_it_holds(
-    compression: Compression, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compression: files.Compression, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = [b"%d" % k * 50 for k in range(5000)]
-    facts = []
+    lines, name, facts = [b"%d" % k * 50 for k in range(5000)], f"part-00007{ending}", list[Any]()
     for folder in (tmp_path / "a", tmp_path / "b"):
         monkeypatch.setattr("time.time", lambda: len(facts) * 1e9)
-        with write_shard(folder, "part-00007", compression) as shard:
+        with files.write_shard(folder, "part-00007", compression) as shard:
             for line in lines:
                 shard.write(line)
-            assert not (folder / f"part-00007{ending}").exists()
+            assert not (folder / name).exists()
         facts.append(shard.facts)
-    content = (tmp_path / "a" / f"part-00007{ending}").read_bytes()
-    assert content == (tmp_path / "b" / f"part-00007{ending}").read_bytes()
-    assert facts[0] == facts[1]
-    assert facts[0] == {
-        "name": f"part-00007{ending}",
-        "documents": 5000,
-        "bytes": len(content),
-        "sha256": hashlib.sha256(content).hexdigest(),
-    }
-    with open_shard(tmp_path / "a" / f"part-00007{ending}") as stream:
+    content = (tmp_path / "a" / name).read_bytes()
+    assert content == (tmp_path / "b" / name).read_bytes()
+    checksum = hashlib.sha256(content).hexdigest()
+    expected = {"name": name, "documents": 5000, "bytes": len(content), "sha256": checksum}
+    assert facts == [expected] * 2
+    with json_lines.open_shard(tmp_path / "a" / name) as stream:
         assert stream.read() == b"".join(line + b"\n" for line in lines)
 
 
@@ -272,27 +246,15 @@ def test_a_file_is_replaced_whole_by_each_that_writes_it(tmp_path: Path) -> None
 
 EMPTY = [b'{"text": ""}', b'{"text": " \\n\\t\\u2003"}']
 BAD = [
-    *EMPTY,
-    b"not json",
-    b'{"text": "two"} {"text": "records"}',
-    b'["a list"]',
-    b"null",
-    b'{"body": "no text"}',
-    b'{"text": null}',
-    b'{"text": ["a"]}',
-    b'{"text": "\xff"}',
-    b'{"text": "half \\ud83d"}',
-    b'{"text": "\\ude00 half"}',
-    b'{"text": "good", "title": "\\ud800"}',
-    b'{"text": "good", "\\ud800": 1}',
-    b'{"text": "good", "more": [{"a": ["\\ud800"]}]}',
-    b'{"text": "raw \x00 byte"}',
-    b'\x00{"text": "good"}',
-    b"\x00" * 40,
-    '{"text": "good"}'.encode("utf-16-le"),
+    *EMPTY, b"not json", b'{"text": "two"} {"text": "records"}', b'["a list"]', b"null",
+    b'{"body": "no text"}', b'{"text": null}', b'{"text": ["a"]}', b'{"text": "\xff"}',
+    b'{"text": "half \\ud83d"}', b'{"text": "\\ude00 half"}',
+    b'{"text": "good", "title": "\\ud800"}', b'{"text": "good", "\\ud800": 1}',
+    b'{"text": "good", "more": [{"a": ["\\ud800"]}]}', b'{"text": "raw \x00 byte"}',
+    b'\x00{"text": "good"}', b"\x00" * 40, '{"text": "good"}'.encode("utf-16-le"),
     b'{"text": "good", "n": ' + b"1" * 5000 + b"}",
     b'{"text": "good", "n": 1e30, "more": ' + b"[" * 201 + b"]" * 201 + b"}",
-]
+]  # fmt: skip
 
 
 def nested(depth: int) -> bytes:
@@ -301,12 +263,13 @@ def nested(depth: int) -> bytes:
 
 
 def test_deep_nesting_is_set_aside_and_what_is_taken_can_be_written() -> None:
-    for depth in (DEEPEST + 2, 254, 255, 1000, 1023, 1024, 1025, 10**6):
-        assert str(DEEPEST) in str(refusal(partial(parse_record, nested(depth))))
-    for depth in range(2, DEEPEST + 2):
+    for depth in (json_lines.DEEPEST + 2, 254, 255, 1000, 1023, 1024, 1025, 10**6):
+        error = refusal(partial(json_lines.parse_record, nested(depth)))
+        assert str(json_lines.DEEPEST) in str(error)
+    for depth in range(2, json_lines.DEEPEST + 2):
         for more in (b"", b', "n": 123456789012345678901234567890'):
-            record = parse_record(nested(depth)[:-1] + more + b"}")
-            assert parse_record(dump_record(record)) == record
+            record = json_lines.parse_record(nested(depth)[:-1] + more + b"}")
+            assert json_lines.parse_record(files.dump_record(record)) == record
 
 
 @pytest.mark.parametrize(
@@ -326,20 +289,20 @@ def test_deep_nesting_is_set_aside_and_what_is_taken_can_be_written() -> None:
 def test_other_fields_survive_on_one_line(more: bytes) -> None:
     line = b'{"text": "good", ' + more + b"}"
     expected = json.loads(line)
-    record = parse_record(line)
+    record = json_lines.parse_record(line)
     assert repr(record) == repr(expected)
-    written = dump_record(record)
+    written = files.dump_record(record)
     assert repr(json.loads(written)) == repr(expected)
     assert len(written.splitlines()) == 1
 
 
 def test_the_last_of_duplicate_keys_counts_and_no_number_costs_the_document() -> None:
     for number in (b"NaN", b"-Infinity", b"1e400"):  # which JSON does not have
-        record = parse_record(b'{"text": "good", "n": ' + number + b"}")
-        assert json.loads(dump_record(record)) == {"text": "good", "n": None}
-    assert parse_record(b'{"text": "a", "text": "b"}') == {"text": "b"}
-    assert parse_record(b'{"text": "a", "text": "b", "n": NaN}')["text"] == "b"
-    refusal(partial(parse_record, b'{"text": "a", "text": 3}'))
+        record = json_lines.parse_record(b'{"text": "good", "n": ' + number + b"}")
+        assert json.loads(files.dump_record(record)) == {"text": "good", "n": None}
+    assert json_lines.parse_record(b'{"text": "a", "text": "b"}') == {"text": "b"}
+    assert json_lines.parse_record(b'{"text": "a", "text": "b", "n": NaN}')["text"] == "b"
+    refusal(partial(json_lines.parse_record, b'{"text": "a", "text": 3}'))
 
 
 def test_every_line_is_a_document_or_set_aside_with_file_and_offset(tmp_path: Path) -> None:
@@ -352,10 +315,10 @@ def test_every_line_is_a_document_or_set_aside_with_file_and_offset(tmp_path: Pa
         content += line + b"\n"
     path.write_bytes(content)
     for unit_bytes in (10, 300, 10**9):
-        accounting = DocumentCounts()
+        accounting = files.DocumentCounts()
         documents = []
-        for unit in cut([path], unit_bytes):
-            for document in read_documents(unit, accounting):
+        for unit in files.cut([path], unit_bytes):
+            for document in files.read_documents(unit, accounting):
                 documents.append(document)
                 accounting.keep(document.record)
         assert [document.line for document in documents] == [good] * len(BAD)
@@ -371,7 +334,7 @@ def test_every_line_is_a_document_or_set_aside_with_file_and_offset(tmp_path: Pa
 
 
 def test_millions_of_bad_lines_are_listed_in_order_in_little_memory() -> None:
-    accounting, more = DocumentCounts(), DocumentCounts()
+    accounting, more = files.DocumentCounts(), files.DocumentCounts()
     for k in range(30_000):
         accounting.set_aside("file", k, b"x", "no document")
     assert [bad["offset"] for bad in accounting.rejected] == list(range(30_000))
@@ -382,10 +345,10 @@ def test_millions_of_bad_lines_are_listed_in_order_in_little_memory() -> None:
     assert (before["offset"], last["file"], len(accounting.rejected)) == (29_999, "other", 30_001)
 
 
-def counts_of(kept: int, dropped: int, pieces: int) -> DocumentCounts:
+def counts_of(kept: int, dropped: int, pieces: int) -> files.DocumentCounts:
     """Counts of five documents that came in."""
     record = {"text": "a", "source": "s"}
-    accounting = DocumentCounts(pieces=pieces)
+    accounting = files.DocumentCounts(pieces=pieces)
     for _ in range(5):
         accounting.enter(record)
     for _ in range(kept):
@@ -401,36 +364,29 @@ def test_counts_balance_only_with_every_document_and_travel_as_json() -> None:
     for numbers in ((4, 0, 0), (2, 4, 0), (5, 1, 0), (5, 0, 1)):
         with pytest.raises(RuntimeError):
             counts_of(*numbers).check("step")
-    total = DocumentCounts()
+    total = files.DocumentCounts()
     for accounting in (counts_of(2, 3, 0), counts_of(6, 1, 2)):
-        total.add(DocumentCounts.from_json(json.loads(json.dumps(accounting.to_json()))))
+        total.add(files.DocumentCounts.from_json(json.loads(json.dumps(accounting.to_json()))))
     total.check("step")
 
-    def of_one_source(number: int) -> dict[str, Any]:
-        count = {"documents": number, "bytes": number}
-        return {**count, "sources": {"s": count}}
-
-    assert total.to_json() == {
-        "input": of_one_source(10),
-        "output": of_one_source(8),
-        "dropped": {"reason": of_one_source(4)},
-        "pieces": 2,
-    }
+    found = {name: total.to_json()[name]["documents"] for name in ("input", "output")}
+    assert (found, total.pieces) == ({"input": 10, "output": 8}, 2)
+    assert total.to_json()["dropped"]["reason"]["sources"] == {"s": {"documents": 4, "bytes": 4}}
 
 
 @pytest.mark.parametrize("given", [None, ""])
 def test_a_document_without_an_id_is_named_by_its_text(given: Any) -> None:
     text = "schön"
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
-    assert document_id({"text": text, "id": given}) == document_id({"text": text}) == name
-    assert document_id({"text": "a", "id": "x"}) == "x"
-    assert document_id({"text": "a", "id": 0}) == "0"
-    assert source_of({"text": "a"}) == source_of({"text": "a", "source": None}) == "unnamed"
+    records: list[dict[str, Any]] = [{"text": text, "id": given}, {"text": text}]
+    assert [*map(files.document_id, records)] == [name] * 2
+    assert files.document_id({"text": "a", "id": "x"}) == "x"
+    assert files.document_id({"text": "a", "id": 0}) == "0"
+    assert [files.source_of(each) for each in ({}, {"source": None})] == ["unnamed"] * 2
 
 
-def test_keys_toss_independently_and_the_same_everywhere() -> None:
-    assert keyed_hash("k", "schön") == 0x55D19794D2B4B4FFA15DED09C0ADF95E
-    heads = [keyed_hash(key, str(k)) >> 127 for key in ("a", "b") for k in range(4000)]
-    first, second = heads[:4000], heads[4000:]
+def test_keys_are_the_same_everywhere_and_toss_independently() -> None:
+    assert files.keyed_hash("k", "schön") == 0x55D19794D2B4B4FFA15DED09C0ADF95E
+    first, second = ([files.keyed_hash(key, str(k)) >> 127 for k in range(4000)] for key in "ab")
     for tosses in (first, second, [a ^ b for a, b in zip(first, second, strict=True)]):
         assert abs(sum(tosses) - 2000) < 200

@@ -12,28 +12,16 @@ import pytest
 
 from tests.refusals import field_of, refusal
 from tests.tools.corpus.lines import manifest, read_jsonl, write_jsonl
+from tools.corpus import plan
 from tools.corpus.pipeline import read_description
-from tools.corpus.plan import (
-    PLACES,
-    Estimate,
-    File,
-    Settings,
-    draw,
-    find_faults,
-    free_disk,
-    free_memory,
-    input_files,
-    removal,
-    run,
-)
 from tools.corpus.settings import program
 
 
 def corpus(folder: Path, count: int = 4000, files: int = 5) -> list[Path]:
-    draw = random.Random(5)
+    dice = random.Random(5)
     words = [f"word{k}" for k in range(500)]
     records = [
-        {"text": " ".join(draw.choices(words, k=draw.randint(5, 120))), "id": f"d{k}"}
+        {"text": " ".join(dice.choices(words, k=dice.randint(5, 120))), "id": f"d{k}"}
         for k in range(count)
     ]
     return [write_jsonl(folder / f"{k}.jsonl", records[k::files]) for k in range(files)]
@@ -53,8 +41,8 @@ def kept(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def sample(folder: Path, paths: list[Path], budget: int, seed: int = 1) -> list[Path]:
-    files = [File(path, path.stat().st_size, False) for path in paths]
-    return draw(files, sum(file.size for file in files), budget, seed, folder)
+    files = [plan.File(path, path.stat().st_size, False) for path in paths]
+    return plan.draw(files, sum(file.size for file in files), budget, seed, folder)
 
 
 def test_a_sample_is_whole_lines_each_once_and_the_same_for_a_seed(tmp_path: Path) -> None:
@@ -67,7 +55,7 @@ def test_a_sample_is_whole_lines_each_once_and_the_same_for_a_seed(tmp_path: Pat
     assert len(ids) == len(set(ids)) > 100
     assert set(ids) <= known
     assert sum(map(len, copies)) == pytest.approx(80_000, rel=0.2)
-    assert len(copies) >= PLACES
+    assert len(copies) >= plan.PLACES
     assert {path.name for path in drawn[0]} == {path.name for path in paths}
     whole = sample(tmp_path / "whole", paths, 10**9)
     assert sorted(record["id"] for path in whole for record in read_jsonl(path)) == sorted(known)
@@ -79,18 +67,18 @@ def test_files_that_are_documents_are_taken_whole(tmp_path: Path) -> None:
     for k in range(300):
         (texts / f"{k}.txt").write_text(f"text {k} " * 50)
     settings = SimpleNamespace(input=(texts,), format="text", unit_bytes=10**6)
-    files = list(input_files(settings))
+    files = list(plan.input_files(settings))
     assert len(files) == 300
     total = sum(file.size for file in files)
-    copies = draw(iter(files), total, total // 8, 1, tmp_path / "sample")
-    assert PLACES <= len(copies) < 100
+    copies = plan.draw(iter(files), total, total // 8, 1, tmp_path / "sample")
+    assert plan.PLACES <= len(copies) < 100
     for path in copies:
         assert path.read_bytes() == (texts / path.name).read_bytes()
 
 
 def test_an_estimate_comes_near_what_the_run_takes(tmp_path: Path) -> None:
     file = description(tmp_path, '[clean]\nmin_tokens = 60\nlanguage = "any"\n[split]\n', 8000)
-    run(Settings(config=file, sample="300KB"))
+    plan.run(plan.Settings(config=file, sample="300KB"))
     for job in read_description(file).jobs({}):
         job.run()
         truth, estimate = manifest(job.output), kept(tmp_path)[job.name]
@@ -107,28 +95,27 @@ def test_an_estimate_comes_near_what_the_run_takes(tmp_path: Path) -> None:
 
 
 def test_archives_are_planned_from_their_beginning(tmp_path: Path) -> None:
-    draw = random.Random(1)
+    dice = random.Random(1)
     with tarfile.open(tmp_path / "web.tar.xz", "w:xz") as archive:
         for k in range(1500):
             file = tmp_path / "one.txt"
-            file.write_text(" ".join(f"{draw.getrandbits(40):x}" for _ in range(40)))
+            file.write_text(" ".join(f"{dice.getrandbits(40):x}" for _ in range(40)))
             archive.add(file, f"{k}.txt")
     source = f'input = ["{tmp_path / "web.tar.xz"}"]\nformat = "openwebtext"\nsource = "web"\n'
     file = tmp_path / "corpus.toml"
     file.write_text(f'output = "{tmp_path / "out"}"\n[extract.web]\n{source}[split]\n')
-    run(Settings(config=file, sample="100KB", workers=1))
+    plan.run(plan.Settings(config=file, sample="100KB", workers=1))
     estimate = kept(tmp_path)
     assert estimate["extract.web"]["documents_out"] == pytest.approx(1500, rel=0.4)
     assert estimate["split"]["documents_in"] == estimate["extract.web"]["documents_out"]
 
 
 def test_a_plan_is_kept_and_made_again_where_something_has_changed(tmp_path: Path) -> None:
-    file, plan = description(tmp_path, "[split]\n", 500), tmp_path / "out" / "plan.json"
-    made = []
+    file, made = description(tmp_path, "[split]\n", 500), list[int]()
     for change in ("", "", "seed = 2\n"):
         file.write_text(file.read_text() + change)
-        run(Settings(config=file))
-        made.append(plan.stat().st_mtime_ns)
+        plan.run(plan.Settings(config=file))
+        made.append((tmp_path / "out" / "plan.json").stat().st_mtime_ns)
     assert made[0] == made[1] < made[2]
 
 
@@ -137,7 +124,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that is planned, of clean and split."""
     folder = tmp_path_factory.mktemp("planned")
     file = description(folder, '[clean]\nmin_tokens = 1\nlanguage = "any"\n[split]\n', 500)
-    run(Settings(config=file))
+    plan.run(plan.Settings(config=file))
     return file
 
 
@@ -147,12 +134,12 @@ def faults(
     """Why these steps, which are left, cannot fit. need: of a step, in place of its estimate."""
     jobs = [job for job in read_description(file).jobs(flags or {}) if job.name in steps]
     estimate = kept(file.parent)
-    estimates = [Estimate(**{**estimate[name], **need.get(name, {})}) for name in estimate]
-    return find_faults(jobs, estimates, file.parent / "out")
+    estimates = [plan.Estimate(**{**estimate[name], **need.get(name, {})}) for name in estimate]
+    return plan.find_faults(jobs, estimates, file.parent / "out")
 
 
 def test_what_cannot_fit_is_named_by_step(planned: Path) -> None:
-    disk, memory = free_disk(planned.parent), free_memory()
+    disk, memory = plan.free_disk(planned.parent), plan.free_memory()
     both = "clean", "split"
     assert faults(planned, *both) == []
     for kind in ("disk", "temporary"):
@@ -171,20 +158,21 @@ def test_what_cannot_fit_is_named_by_step(planned: Path) -> None:
 
 
 def test_the_command_refuses_what_cannot_fit_unless_it_is_told_to_go_on(planned: Path) -> None:
-    plan = planned.parent / "out" / "plan.json"
-    before = plan.read_text()
+    record = planned.parent / "out" / "plan.json"
+    before = record.read_text()
     estimate = json.loads(before)
     estimate["steps"][1]["disk"] = 10**18
-    plan.write_text(json.dumps(estimate))
+    record.write_text(json.dumps(estimate))
     error = refusal(partial(program, "tools.corpus.plan", [str(planned)]))
     assert field_of(error) == "split"
     assert "--allow-overcommit" in str(error)
     program("tools.corpus.plan", [str(planned), "--allow-overcommit"])
-    plan.write_text(before)
+    record.write_text(before)
 
 
 def test_a_step_that_fails_on_the_sample_is_not_estimated_nor_what_follows(tmp_path: Path) -> None:
-    run(Settings(config=description(tmp_path, "[clean]\nmin_tokens = 5000\n[split]\n", 300)))
+    file = description(tmp_path, "[clean]\nmin_tokens = 5000\n[split]\n", 300)
+    plan.run(plan.Settings(config=file))
     assert [bool(each["note"]) for each in kept(tmp_path).values()] == [True, True]
 
 
@@ -202,13 +190,13 @@ def test_what_dedup_removes_is_hardly_more_than_the_sample_says(tmp_path: Path) 
     file = description(tmp_path, "[dedup]\n", count=1000)
     write_jsonl(tmp_path / "in" / "0.jsonl", [*read_jsonl(tmp_path / "in" / "0.jsonl"), text, text])
     total = sum(path.stat().st_size for path in (tmp_path / "in").iterdir())
-    run(Settings(config=file, sample=f"{total // 2}B"))
+    plan.run(plan.Settings(config=file, sample=f"{total // 2}B"))
     assert 1 / 1002 < (kept(tmp_path)["dedup"]["removal"] or 0) < 0.04
     facts = {"documents_in": 1000, "documents_out": 910}
-    most = removal(facts, 4.0)
+    most = plan.removal(facts, 4.0)
     assert most is not None
     assert 4 * 0.09 < most < 1.4 * 4 * 0.09
-    assert removal(facts, 40.0) is None  # of so small a sample it would say nothing
+    assert plan.removal(facts, 40.0) is None  # of so small a sample it would say nothing
 
 
 def write_machine(root: Path, cgroup: str, mounts: str, files: dict[str, str]) -> Path:
@@ -275,4 +263,4 @@ NONE = "9223372036854771712"
 def test_free_memory_is_the_least_that_a_group_of_the_process_has_left(
     tmp_path: Path, cgroup: str, mounts: str, files: dict[str, str], left: int
 ) -> None:
-    assert free_memory(write_machine(tmp_path, cgroup, mounts, files)) == left
+    assert plan.free_memory(write_machine(tmp_path, cgroup, mounts, files)) == left

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.data.json_lines import find_shards
-from tests.refusals import field_of, refusal, refused
+from tests.refusals import by_last_flag, field_of, refusal, refused
 from tests.tools.corpus.lines import write_jsonl
 from tools.corpus.settings import parse_settings, parse_size, program
 
@@ -30,8 +30,7 @@ decontaminate --article-overlap 1.5 | split --ratio 29 | split --ratio 1:0
 split --shard-size many | extract --key body | extract --source= | report --workers 0
 report --output . | harvest --max-bytes 0 | plan x --sample lots
 """
-ROWS = [(row, f"--{row.rpartition('--')[2].split()[0].strip('=')}")
-        for line in LAST.split("\n") for row in line.split(" | ") if row]  # fmt: skip
+ROWS = by_last_flag(LAST)
 ROWS += [("split --shard-size 500MB", "--memory"), ("decontaminate --evaluation", "--evaluation")]
 ROWS += [(f"{name} {words}", "--input") for name in ("plan", "run")
          for words in ("", "--input x", "x --output y")]  # fmt: skip
@@ -44,27 +43,19 @@ def test_settings_are_refused_by_flag(row: str, flag: str) -> None:
     assert refused(parsed, f"{ALWAYS[step]} {words}") == flag
 
 
-@pytest.mark.parametrize(
-    ("row", "flag"),
-    [
-        ("clean --input none.jsonl", "--input"),
-        ("clean --vocab-file none.json", "--vocab-file"),
-        ("clean --merge-file none.txt", "--vocab-file"),
-        ("clean --scheduler tcp://127.0.0.1", "--scheduler"),
-        ("clean --scheduler ftp://127.0.0.1:9", "--scheduler"),
-        ("urls --domain-blacklist domains.txt", "--domain-blacklist"),
-        ("urls --extension-blacklist none", "--extension-blacklist"),
-        ("urls --input empty.txt", "--input"),
-        ("decontaminate --evaluation x.jsonl below/x.jsonl", "--evaluation"),
-        ("decontaminate --evaluation none", "--evaluation"),
-        ("decontaminate --evaluation bytes.txt", "--evaluation"),
-        ("decontaminate --evaluation half.jsonl", "--evaluation"),
-        ("decontaminate --evaluation dots.txt", "--evaluation"),
-        ("decontaminate --evaluation x.jsonl --titles none", "--titles"),
-        ("extract --format text --source a", "--format"),
-        ("extract --format openwebtext --source a", "--format"),
-    ],
-)
+LAST_OF_FILES = """
+clean --input none.jsonl | clean --vocab-file none.json | clean --scheduler tcp://127.0.0.1
+clean --scheduler ftp://127.0.0.1:9 | urls --domain-blacklist domains.txt
+urls --extension-blacklist none | urls --input empty.txt | decontaminate --evaluation none
+decontaminate --evaluation x.jsonl below/x.jsonl | decontaminate --evaluation bytes.txt
+decontaminate --evaluation half.jsonl | decontaminate --evaluation dots.txt
+decontaminate --evaluation x.jsonl --titles none
+"""
+FILES = [*by_last_flag(LAST_OF_FILES), ("clean --merge-file none.txt", "--vocab-file")]
+FILES += [(f"extract --format {each} --source a", "--format") for each in ("text", "openwebtext")]
+
+
+@pytest.mark.parametrize(("row", "flag"), FILES)
 def test_files_are_refused_before_anything_is_written(
     row: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from tools.report.numbers import NONE
 
 STAGE = {"stage": "shards", "tasks": 2, "seconds": 4.0, "cpu_seconds": 8.0, "peak_bytes": 5 * 10**7}
 Sources = dict[str, tuple[int, int]]
+Losses = dict[str, Sources] | None
 
 
 def counts(sources: Sources) -> dict[str, Count]:
@@ -25,12 +26,7 @@ def counts(sources: Sources) -> dict[str, Count]:
 
 
 def write_step(
-    folder: Path,
-    step: str,
-    into: Sources,
-    out: Sources,
-    dropped: dict[str, Sources] | None = None,
-    **more: Any,
+    folder: Path, step: str, into: Sources, out: Sources, dropped: Losses = None, **more: Any
 ) -> Path:
     """An output folder with one shard, its manifest and its run.json."""
     folder.mkdir(parents=True)
@@ -40,14 +36,9 @@ def write_step(
         counts(into), counts(out), {k: counts(v) for k, v in (dropped or {}).items()}
     )
     sha256 = hashlib.sha256(shard).hexdigest()
-    content = {
-        "step": step,
-        "settings": {"unit": "32MB"},
-        "inputs": [],
-        **accounting.to_json(),
-        **more,
-        "shards": [{"name": "part-00000.jsonl", "bytes": len(shard), "sha256": sha256}],
-    }
+    shards = [{"name": "part-00000.jsonl", "bytes": len(shard), "sha256": sha256}]
+    content = {"step": step, "settings": {"unit": "32MB"}, "inputs": [], "shards": shards}
+    content |= {**accounting.to_json(), **more}
     (folder / "manifest.json").write_text(json.dumps(content))
     (folder / "run.json").write_text(json.dumps({"stages": [STAGE], "settings": {"workers": 2}}))
     return folder

@@ -5,10 +5,9 @@ import random
 from collections.abc import Iterable
 
 import numpy as np
-import pytest
 
 from tools.corpus.dedup import signatures
-from tools.corpus.dedup.signatures import PERMUTATIONS, SHINGLES, Shingle, Shingler
+from tools.corpus.dedup.signatures import PERMUTATIONS, SHINGLES, Shingler
 
 ALPHABET = "abc ABC\u00c4\u00df\u0130\u0416 \t\n\u00a0\u2003\u3000\U0001f600."
 
@@ -18,38 +17,11 @@ def texts(count: int, seed: int = 0) -> list[str]:
     return ["".join(draw.choices(ALPHABET, k=draw.randrange(60))) for _ in range(count)]
 
 
-def sets_by_definition(text: str, shingle: Shingle) -> set[str]:
-    normal = " ".join(text.lower().split())
-    units = list(normal) if shingle == "char5" else normal.split(" ")
-    between = "" if shingle == "char5" else " "
-    grams = [between.join(units[k : k + 5]) for k in range(max(1, len(units) - 4))]
-    return set(grams)
-
-
 def test_white_space_is_what_python_takes_for_it() -> None:
     every = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
     assert {c for c in every if c.isspace()} == {
         chr(k) for k in np.flatnonzero(signatures.SPACES).tolist()
     }
-
-
-@pytest.mark.parametrize("shingle", SHINGLES)
-def test_sets_are_those_of_the_definition(shingle: Shingle) -> None:
-    known: dict[str, int] = {}
-    for text in texts(500):
-        points = Shingler(shingle, 1).points(text)
-        assert "".join(map(chr, points)) == " ".join(text.lower().split())
-        found = Shingler(shingle, 1).shingle_set(text)
-        grams = sets_by_definition(text, shingle)
-        assert len(found) == len(grams)
-        assert np.all(np.diff(found.astype(object)) > 0)
-        for gram in grams:  # a gram has one hash in every text
-            alone = int(
-                Shingler(shingle, 1).hashes(np.frombuffer(gram.encode("utf-32-le"), np.uint32))[0]
-            )
-            assert known.setdefault(gram, alone) == alone
-            assert alone in found
-    assert len(set(known.values())) == len(known)
 
 
 def mixed(word: int) -> int:
@@ -69,10 +41,10 @@ def test_a_hash_is_that_of_the_definition() -> None:
         words = [[ord(c) for c in word] for word in " ".join(text.lower().split()).split(" ")]
         hashes = [mixed(polynomial([0, *word])) for word in words]
         letters = [ord(c) for c in " ".join(text.lower().split())]
-        for shingle, units in (("char5", letters), ("word5", hashes)):
+        for shingle, units in zip(SHINGLES, (letters, hashes), strict=True):
             grams = [units[k : k + 5] for k in range(max(1, len(units) - 4))]
             expected = {mixed(polynomial([0, *gram])) for gram in grams}
-            assert set(Shingler(shingle, 1).shingle_set(text).tolist()) == expected
+            assert Shingler(shingle, 1).shingle_set(text).tolist() == sorted(expected)
 
 
 def test_a_signature_is_the_minimum_under_each_permutation() -> None:
@@ -85,24 +57,6 @@ def test_a_signature_is_the_minimum_under_each_permutation() -> None:
             ((int(x) >> 32) * int(factors[place]) + int(offsets[place])) % 2**32 for x in hashes
         )
         assert shingler.sign(hashes)[place] == least
-
-
-def test_signatures_agree_as_often_as_the_sets_are_similar() -> None:
-    draw = np.random.default_rng(5)
-    for jaccard in (0.2, 0.5, 0.7, 0.9):
-        shares = []
-        for seed in range(40):
-            union = np.unique(draw.integers(1 << 63, size=600, dtype=np.uint64))
-            both = round(jaccard * len(union))
-            half = (len(union) - both) // 2
-            draw.shuffle(union)
-            a, b = union[: both + half], np.append(union[:both], union[both + half :])
-            shingler = Shingler("char5", seed)
-            shares.append(float((shingler.sign(a) == shingler.sign(b)).mean()))
-        spread = (jaccard * (1 - jaccard) / (40 * PERMUTATIONS)) ** 0.5
-        assert abs(np.mean(shares) - jaccard) < 4 * spread + 1 / 600
-        # The places are as good as independent: the spread is that of as many coins.
-        assert np.std(shares) < 1.5 * spread * 40**0.5
 
 
 def test_another_seed_permutes_otherwise() -> None:

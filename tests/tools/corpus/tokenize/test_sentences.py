@@ -1,15 +1,15 @@
 """Sentence splitting: cases, and no character lost."""
 
-import gzip
-import json
 import random
 from pathlib import Path
 
 import pytest
 
-from tests.tools.corpus.tokenize.test_encoders import PROBES, fuzz
+from tests.tools.corpus.lines import read_jsonl
+from tests.tools.corpus.tokenize.test_encoders import fuzz
 from tools.corpus.tokenize import encode as sentences
 from tools.corpus.tokenize.encode import LONGEST, split_sentences
+from tools.corpus.tokenize.encoders import PROBES
 
 MARKS = [
     *".?!\"'()*-/Ab\x00\u00e9\u6f22\u3002\u200b\u2028\u00bb\u00ab\u201c\u201d\u2018\u2019\u2014",
@@ -53,8 +53,8 @@ def test_odd_text_loses_nothing() -> None:
 
 
 def test_real_text_loses_nothing(test_data: Path) -> None:
-    web = gzip.decompress((test_data / "neardup" / "c4_sample.jsonl.gz").read_bytes()).splitlines()
-    found = sum(len(check(json.loads(line)["text"])) for line in web)
+    web = read_jsonl(test_data / "neardup" / "c4_sample.jsonl.gz")
+    found = sum(len(check(record["text"])) for record in web)
     found += len(check((test_data / "wikitext103" / "wiki.valid.tokens").read_text("utf-8")))
     assert 20_000 < found < 40_000
 

@@ -9,7 +9,7 @@ import string
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from megatron.data.indexed import Description, IndexedDataset
 from megatron.data.tokenizer import GPT2BPETokenizer, build_tokenizer, read_tokenizer
 from megatron.errors import UsageError
 from tests.data.samples import write_tokenizer, write_tokenizer_json, write_wordpiece
-from tests.refusals import refusal, refused
+from tests.refusals import by_last_flag, refusal, refused
 from tests.tools.corpus.lines import content, manifest, write_jsonl
 from tools.corpus import split
 from tools.corpus.tokenize import step
@@ -96,13 +96,11 @@ def read(prefix: str) -> list[list[list[int]]]:
 
 
 def documents(texts: list[str], *end: int) -> list[list[list[int]]]:
-    """The ids that `read` gives for documents of the BPE."""
     tokenizer = GPT2BPETokenizer("vocab.json", "merges.txt")
     return [[[*ids, *end]] for ids in tokenizer.encode_batch(texts)]
 
 
 def sentences(texts: list[str]) -> list[list[list[int]]]:
-    """The ids that `read` gives for sentences of the WordPiece."""
     tokenizer = build_tokenizer(LOWER_CASE, "vocab.txt", None)
     return [tokenizer.encode_batch(split_sentences(text)) for text in texts]
 
@@ -115,11 +113,8 @@ def described(prefix: str) -> Description:
 
 def outputs(folder: Path, prefix: str) -> dict[str, bytes]:
     """{what follows the prefix: content} of every file, those in folders too."""
-    return {
-        str(file.relative_to(folder)).removeprefix(prefix): file.read_bytes()
-        for file in folder.rglob("*")
-        if file.is_file() and file.relative_to(folder).parts[0].startswith(f"{prefix}_")
-    }
+    every = content(folder).items()
+    return {name.removeprefix(prefix): x for name, x in every if name.startswith(f"{prefix}_")}
 
 
 def test_documents_in_order_with_end_marks(folder: Path, tokenise: Tokenise) -> None:
@@ -136,8 +131,8 @@ def test_documents_in_order_with_end_marks(folder: Path, tokenise: Tokenise) -> 
     expected = documents(texts, 260)
     assert read("p_text_document") == expected
     assert outputs(folder, "p").keys() == FILES | TOKENIZER
-    for name in ("vocab.json", "merges.txt"):
-        assert Path("p_text_document.tokenizer", name).read_bytes() == Path(name).read_bytes()
+    for name in TOKENIZER:
+        assert Path(f"p{name}").read_bytes() == Path(Path(name).name).read_bytes()
     assert verify("p_text_document").documents == 4000
     tokenise(f"{words} --output-prefix cut --shard-size 75KB")
     assert read("cut_text_document") == expected
@@ -197,21 +192,6 @@ def test_an_earlier_output_is_kept_or_with_overwrite_replaced_whole(
         Path("p_text_document.json").write_text("{}")
 
 
-def test_a_folder_is_filled_as_by_a_step(folder: Path, tokenise: Tokenise) -> None:
-    write_lines("a.jsonl", TEXTS, b"bad\n")
-    names = {name.removeprefix("_") for name in FILES | TOKENIZER}
-    tokenise(f"{BPE} --output out")
-    assert content(folder / "out").keys() == names | {"manifest.json", "rejected.jsonl"}
-    facts = manifest(folder / "out")
-    assert (facts["step"], facts["output"]["documents"]) == ("tokenise", len(TEXTS))
-    assert facts["dropped"]["bad line"]["documents"] == 1
-    assert facts["tokens"] == sum(len(ids) for [ids] in read("out/text_document"))
-    refused_with(f"{BPE} --output out --no-append-eod")
-    tokenise(f"{BPE} --output out --no-append-eod --overwrite")
-    assert read("out/text_document") == documents(TEXTS)
-    assert content(folder / "out").keys() == names | {"manifest.json", "rejected.jsonl"}
-
-
 def test_a_move_that_failed_is_finished_by_the_same_command(
     folder: Path, tokenise: Tokenise
 ) -> None:
@@ -244,35 +224,25 @@ def test_whether_documents_were_shuffled_is_noted(folder: Path, tokenise: Tokeni
         assert described("p_text_document").shuffled is expected
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "words", "flag"),
-    [
-        (BPE, "--input nowhere.jsonl", "--input"),
-        (BPE, "--input empty.jsonl", "--input"),
-        (BPE, "--vocab-file no.json", "--vocab-file"),
-        (BPE, "--tokenizer-type T5", "--tokenizer-type"),
-        (BPE, "--max-unknown 5", "--max-unknown"),
-        (BPE, "--encoder fast", "--encoder"),
-        (BPE, "--encoder words", "--encoder"),
-        (BPE, "--shard-size x", "--shard-size"),
-        (BPE, "--output o", "--output-prefix"),
-        (BPE, "--split-sentences", "--tokenizer-type"),
-        (BERT, "--append-eod", "--append-eod"),
-        (BERT, "--tokenizer-type BertWordPieceCase", "--vocab-file"),
-        (BERT, "--vocab-file vocab.json", "--vocab-file"),
-        (BERT, "--merge-file merges.txt", "--merge-file"),
-        (BERT, "--encoder gigatoken", "--encoder"),
-        (JSON, "--split-sentences", "--tokenizer-type"),
-        (JSON, "--encoder gigatoken", "--encoder"),
-        (JSON, "--encoder words", "--encoder"),
-        (JSON, "--merge-file json/tokenizer.json", "--merge-file"),
-        (JSON, "--vocab-file nowhere", "--vocab-file"),
-        (JSON, "--vocab-file empty", "--vocab-file"),
-    ],
-)
-def test_bad_input_is_refused_by_its_flag(
-    folder: Path, tokenizer: str, words: str, flag: str
-) -> None:
+# The last flag of each row is refused.
+LAST = """
+BPE --input nowhere.jsonl | BPE --input empty.jsonl | BPE --vocab-file no.json
+BPE --tokenizer-type T5 | BPE --max-unknown 5 | BPE --encoder fast | BPE --encoder words
+BPE --shard-size x | BERT --append-eod | BERT --vocab-file vocab.json
+BERT --merge-file merges.txt | BERT --encoder gigatoken | JSON --encoder gigatoken
+JSON --encoder words | JSON --merge-file json/tokenizer.json | JSON --vocab-file nowhere
+JSON --vocab-file empty
+"""
+ROWS = by_last_flag(LAST)
+ROWS += [("BPE --output o", "--output-prefix"), ("BPE --split-sentences", "--tokenizer-type")]
+ROWS += [("BERT --tokenizer-type BertWordPieceCase", "--vocab-file")]
+ROWS += [("JSON --split-sentences", "--tokenizer-type")]
+
+
+@pytest.mark.parametrize(("row", "flag"), ROWS)
+def test_bad_input_is_refused_by_its_flag(folder: Path, row: str, flag: str) -> None:
+    kind, _, words = row.partition(" ")
+    tokenizer = {"BPE": BPE, "BERT": BERT, "JSON": JSON}[kind]
     write_tokenizer_json(folder / "json")
     Path("empty.jsonl").touch()
     Path("empty").mkdir()
@@ -281,20 +251,6 @@ def test_bad_input_is_refused_by_its_flag(
     assert not list(folder.glob("p_*"))
     # Where the kind of tokenizer is at fault, the files that are there are of another kind.
     assert refused(step.main, given(words), whole=flag != "--tokenizer-type") == flag
-
-
-def test_real_documents(folder: Path, test_data: Path, tokenise: Tokenise) -> None:
-    """A thousand web pages with GPT-2's own vocabulary, there and back."""
-    source = test_data / "neardup" / "c4_sample.jsonl.gz"
-    files = [str(test_data / "gpt2" / name) for name in ("vocab.json", "merges.txt")]
-    tokenise(f"--input {source} --vocab-file {files[0]} --merge-file {files[1]}")
-    texts = [json.loads(line)["text"] for line in gzip.decompress(source.read_bytes()).splitlines()]
-    tokenizer = GPT2BPETokenizer(*files)
-    found = [ids for [ids] in read("p_text_document")]
-    assert {document[-1] for document in found} == {50_256}
-    assert [tokenizer.decode(document[:-1]) for document in found] == texts
-    assert min(map(len, found)) > 1
-    assert verify("p_text_document").highest_id == 50_256
 
 
 # Sentences of a WordPiece
@@ -410,27 +366,16 @@ def test_unknown_tokens_and_single_sentences_are_noted_of_every_shard(
     folder: Path, tokenise: Tokenise
 ) -> None:
     """In the sidecar and, for a folder, in the manifest."""
-    write_lines("a.jsonl", [*TALK, "the inn " * 20 + UNKNOWN] * 3)
+    texts = [*TALK, "the inn " * 20 + UNKNOWN] * 3
+    write_lines("a.jsonl", texts)
     tokenise(f"{BERT} --output out --shard-size 10KB")
     facts = described("out/text_sentence")
     assert len(facts.shards) > 1
+    assert read("out/text_sentence") == sentences(texts)
     assert (facts.unknown_tokens, facts.one_sentence) == (3, 3)
     assert sum(shard.one_sentence or 0 for shard in facts.shards) == 3
     noted = manifest(folder / "out")
     assert (noted["unknown_tokens"], noted["one_sentence"]) == (3, 3)
     assert (noted["sentences"], noted["empty_sentences"]) == (facts.sentences, 0)
+    assert noted["tokens"] == sum(map(len, chain.from_iterable(sentences(texts))))
     assert noted["settings"]["sentences"].startswith("sentencex ")
-
-
-def test_real_sentences(folder: Path, test_data: Path, tokenise: Tokenise) -> None:
-    """Web pages with BERT's own vocabulary: no character of them is lost."""
-    source = test_data / "neardup" / "c4_sample.jsonl.gz"
-    words = f"{BERT} --input {source} --vocab-file {test_data / 'bert' / 'vocab.txt'}"
-    tokenise(words)
-    report = verify("p_text_sentence")
-    assert (report.documents, report.highest_id < 30_522) == (1000, True)
-    tokenise(f"{words} --no-split-sentences --no-append-eod")
-    apart = read("p_text_document")
-    assert [[[id for ids in document for id in ids]] for document in read("p_text_sentence")] == (
-        apart
-    )

@@ -11,15 +11,7 @@ import numpy as np
 import pytest
 
 from megatron.data.indexed import IndexedDataset, token_dtype
-from tests.data.samples import (
-    change,
-    forget_samples,
-    stage_shards,
-    write_data,
-    write_index,
-    write_sentences,
-    write_shards,
-)
+from tests.data import samples
 from tests.refusals import refusal
 from tools.corpus.tokenize.writer import IndexedDatasetWriter, move_data_set, verify
 
@@ -42,17 +34,14 @@ def tokenizer_of(prefix: str) -> dict[str, bytes]:
 
 def test_an_interrupted_writer_leaves_what_was_there(tmp_path: Path) -> None:
     prefix, dtype = tmp_path / "p", token_dtype(100)
-    write_data(prefix, DOCUMENTS)
+    samples.write_data(prefix, DOCUMENTS)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
 
-    with (
-        suppress(KeyboardInterrupt),
-        IndexedDatasetWriter(str(prefix), dtype) as writer,
-    ):
+    with suppress(KeyboardInterrupt), IndexedDatasetWriter(str(prefix), dtype) as writer:
         writer.add(np.zeros(7, dtype), np.array([7], np.int32))
         raise KeyboardInterrupt
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-    write_data(prefix, [[1, 2]])
+    samples.write_data(prefix, [[1, 2]])
     assert verify(str(prefix)).tokens == 2
     assert {file.name for file in tmp_path.iterdir()} == before.keys()
 
@@ -70,14 +59,14 @@ def test_writer_offsets_past_2_to_the_31(tmp_path: Path) -> None:
         for _ in range(5):
             writer.add(zeros, np.array([2**30], np.int32))
         writer.commit(tokenizer_type="t", tokenizer_fingerprint="f", vocab_size=100, eod=None)
-    write_index(tmp_path / "q", [2**30] * 5, range(6))
+    samples.write_index(tmp_path / "q", [2**30] * 5, range(6))
     assert (tmp_path / "p.idx").read_bytes() == (tmp_path / "q.idx").read_bytes()
 
 
 def test_verify_reports_what_is_there(tmp_path: Path) -> None:
-    write_data(tmp_path / "d", DOCUMENTS)
-    write_sentences(tmp_path / "s", SENTENCES)
-    write_shards(tmp_path / "h", SHARDS)
+    samples.write_data(tmp_path / "d", DOCUMENTS)
+    samples.write_sentences(tmp_path / "s", SENTENCES)
+    samples.write_shards(tmp_path / "h", SHARDS)
     for name, expected in (("d", (3, 3, 12, 13)), ("s", (3, 5, 8, 12)), ("h", (6, 6, 19, 17))):
         for described in (True, False)[: 1 if name == "h" else 2]:
             report = verify(str(tmp_path / name))
@@ -109,10 +98,10 @@ def test_verify_finds_damage(
 ) -> None:
     """A sidecar that has samples of the files refuses all of it when the data set is opened."""
     prefix = tmp_path / "p"
-    write_data(prefix, DOCUMENTS)
+    samples.write_data(prefix, DOCUMENTS)
     sidecar = prefix.with_suffix(".json").read_bytes()
-    forget_samples(prefix)
-    change(prefix, suffix, position, content)
+    samples.forget_samples(prefix)
+    samples.change(prefix, suffix, position, content)
     assert named in str(refusal(lambda: verify(str(prefix))))
     if suffix != ".json":
         prefix.with_suffix(".json").write_bytes(sidecar)
@@ -133,41 +122,29 @@ def test_verify_finds_damaged_sentences(
     tmp_path: Path, changes: list[tuple[int, str, tuple[int, ...]]]
 ) -> None:
     prefix = tmp_path / "p"
-    write_sentences(prefix, SENTENCES)
-    forget_samples(prefix)
+    samples.write_sentences(prefix, SENTENCES)
+    samples.forget_samples(prefix)
     verify(str(prefix))
     for position, form, numbers in changes:
-        change(prefix, ".idx", position, struct.pack(form, *numbers))
+        samples.change(prefix, ".idx", position, struct.pack(form, *numbers))
     assert str(prefix) in str(refusal(lambda: verify(str(prefix))))
 
 
 def test_verify_reads_every_shard_and_without_sidecar_every_id(tmp_path: Path) -> None:
     prefix = tmp_path / "p"
-    write_shards(prefix, SHARDS)
-    change(tmp_path / "p_00002", ".bin", 18, b"\x01\x00")
+    samples.write_shards(prefix, SHARDS)
+    samples.change(tmp_path / "p_00002", ".bin", 18, b"\x01\x00")
     assert "p_00002.bin" in str(refusal(lambda: IndexedDataset(str(prefix))))
-    forget_samples(prefix)
+    samples.forget_samples(prefix)
     assert IndexedDataset(str(prefix)).num_documents == 6
     assert "p_00002.bin" in str(refusal(lambda: verify(str(prefix))))
     os.truncate(f"{prefix}_00002.bin", 18)
     assert "p_00002.bin" in str(refusal(lambda: verify(str(prefix))))
     other = tmp_path / "q"
-    write_data(other, DOCUMENTS, vocab_size=70_000)
+    samples.write_data(other, DOCUMENTS, vocab_size=70_000)
     other.with_suffix(".json").unlink()
-    change(other, ".bin", 0, struct.pack("<i", -3))
+    samples.change(other, ".bin", 0, struct.pack("<i", -3))
     assert "id -3" in str(refusal(lambda: verify(str(other))))
-
-
-def test_sentences_of_shards(tmp_path: Path) -> None:
-    documents = [[[1, 2], [3]], [[4]], [[5], [6], [7, 8]]]
-    staged, description = stage_shards(tmp_path, [documents[:2], documents[2:]], write_sentences)
-    assert (description.sentences, description.documents) == (6, 3)
-    assert [shard.sentences for shard in description.shards] == [3, 3]
-    move_data_set(staged, str(tmp_path / "p"), description, TOKENIZER)
-    data = IndexedDataset(str(tmp_path / "p"))
-    sizes = [data.sequence_sizes(document).tolist() for document in range(3)]
-    assert sizes == [[len(sentence) for sentence in document] for document in documents]
-    assert verify(str(tmp_path / "p")).sequences == 6
 
 
 def cut_off(patch: pytest.MonkeyPatch, after: int) -> None:
@@ -196,8 +173,8 @@ def test_a_move_can_be_cut_off_anywhere(tmp_path: Path, before: Shards, after: S
     for steps in itertools.count():
         folder = tmp_path / str(steps)
         folder.mkdir()
-        prefix = write_shards(folder / "p", before, TOKENIZER)
-        staged, description = stage_shards(folder, after)
+        prefix = samples.write_shards(folder / "p", before, TOKENIZER)
+        staged, description = samples.stage_shards(folder, after)
         with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
             cut_off(patch, steps)
             move_data_set(staged, prefix, description, other)
@@ -219,10 +196,10 @@ def test_a_move_can_be_cut_off_anywhere(tmp_path: Path, before: Shards, after: S
 
 
 def test_a_damaged_tokenizer_of_an_equal_data_set_is_replaced(tmp_path: Path) -> None:
-    prefix = write_shards(tmp_path / "p", SHARDS, TOKENIZER)
+    prefix = samples.write_shards(tmp_path / "p", SHARDS, TOKENIZER)
     file = tmp_path / "p.tokenizer" / "vocab.json"
     file.write_bytes(b"damaged")
     (tmp_path / "p.tokenizer.partial").mkdir()  # of a run that was killed
-    write_shards(tmp_path / "p", SHARDS, TOKENIZER)
+    samples.write_shards(tmp_path / "p", SHARDS, TOKENIZER)
     assert tokenizer_of(prefix) == TOKENIZER
     assert not (tmp_path / "p.tokenizer.partial").exists()
