@@ -16,46 +16,28 @@ from tokenizers.models import BPE
 from tokenizers.normalizers import Prepend, Replace, Sequence
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from transformers import (
-    AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPT2Tokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
 
 from megatron.checkpoint.format import read_manifest
-from megatron.checkpoint.load import load_checkpoint, model_slices, verify
+from megatron.checkpoint.load import model_slices, verify
 from megatron.checkpoint.save import save_checkpoint
 from megatron.data.tokenizer import file_names
-from megatron.models.build import build_model
-from megatron.models.registry import config_of
+from megatron.train.evaluate import load_model
 from megatron.train.state import DTYPES
 from tests.data.samples import write_tokenizer, write_tokenizer_json, write_wordpiece
 from tests.tiny import mesh_of_ranks
 from tools.convert_hf import export_model, import_model
 
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16}
-BERT = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 16,
+SIZES = {"num_hidden_layers": 2, "max_position_embeddings": 16}
+BERT: dict[str, Any] = {
+    **SIZES, "hidden_size": 32, "intermediate_size": 128, "num_attention_heads": 4,
     "layer_norm_eps": 1e-5,
-}
+}  # fmt: skip
 ORDERS = {"post-ln": "Bert", "pre-ln": "MegatronBert"}
-LLAMA = {
-    "num_hidden_layers": 2,
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 16,
-    "vocab_size": 263,  # that of write_tokenizer_json
-    "rms_norm_eps": 1e-5,
-}
+LLAMA: dict[str, Any] = {
+    **SIZES, "hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 12,
+    "num_key_value_heads": 3, "rms_norm_eps": 1e-5, "vocab_size": 263,  # of write_tokenizer_json
+}  # fmt: skip
 MARKS = {"bos_token": "[BOT]", "eos_token": "[EOT]", "pad_token": "[PAD]"}
 FACTORS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 TRAINED = {"original_max_position_embeddings": 8}
@@ -63,62 +45,33 @@ SCALED = {"rope_type": "llama3", "rope_theta": 500.0, **FACTORS, **TRAINED}
 STEP = "step_00000000"  # of an import
 
 
-def write_model(
-    folder: Path,
-    *,
-    files: tuple[Path, Path] | None = None,
-    dtype: torch.dtype = torch.float32,
-    shard_size: str = "50GB",
-    **changes: Any,
-) -> Path:
-    """A GPT-2 whose every parameter, biases and norms too, is random; returns its folder.
-
-    files: of its tokenizer, else those of write_tokenizer. changes: to its configuration.
-    """
-    vocabulary, merges = files or write_tokenizer(folder.parent)
-    tokenizer = GPT2Tokenizer(vocab=str(vocabulary), merges=str(merges))
+def write_model(folder: Path, **changes: Any) -> Path:
+    """A GPT-2 whose every parameter, biases and norms too, is random; returns its folder. changes:
+    to its configuration; its dtype and shard_size, too."""
+    vocabulary, merges = write_tokenizer(folder.parent)
+    tokenizer = transformers.GPT2Tokenizer(vocab=vocabulary, merges=merges)
     end = tokenizer.eos_token_id
     numbers = {"vocab_size": len(tokenizer), "bos_token_id": end, "eos_token_id": end}
-    model = GPT2LMHeadModel(GPT2Config(**(GPT2 | numbers | changes)))
-    return _write(folder, model, tokenizer, dtype, shard_size)
+    return _write(folder, "GPT2", "LMHeadModel", tokenizer, **(GPT2 | numbers | changes))
 
 
 def write_bert(
-    folder: Path,
-    order: str = "post-ln",
-    task: str = "PreTraining",
-    *,
-    vocab_file: Path | None = None,
-    do_lower_case: bool = True,
-    dtype: torch.dtype = torch.float32,
+    folder: Path, order: str = "post-ln", task: str = "PreTraining", *, do_lower_case: bool = True,
     **changes: Any,
-) -> Path:
-    """A BERT of this order of norm and residual and with the head of this task.
-
-    vocab_file: of its tokenizer, else that of write_vocabulary.
-    """
-    file = vocab_file or write_vocabulary(folder.parent, do_lower_case)
-    tokenizer = make_tokenizer(file, do_lower_case)
-    config = getattr(transformers, f"{ORDERS[order]}Config")
+) -> Path:  # fmt: skip
+    """A BERT of this order of norm and residual and with the head of this task."""
+    tokenizer = make_tokenizer(write_vocabulary(folder.parent, do_lower_case), do_lower_case)
     changes = {"vocab_size": len(tokenizer)} | BERT | changes
-    model = getattr(transformers, f"{ORDERS[order]}For{task}")(config(**changes))
-    return _write(folder, model, tokenizer, dtype)
+    return _write(folder, ORDERS[order], f"For{task}", tokenizer, **changes)
 
 
-def write_llama(
-    folder: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    shard_size: str = "50GB",
-    **changes: Any,
-) -> Path:
+def write_llama(folder: Path, **changes: Any) -> Path:
     config = MARKS | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    tokenizer = AutoTokenizer.from_pretrained(
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
         write_tokenizer_json(folder.with_name(f"{folder.name}_tokenizer"), config=config)
     )
     ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in MARKS.items()}
-    model = LlamaForCausalLM(LlamaConfig(**(LLAMA | ids | changes)))
-    return _write(folder, model, tokenizer, dtype, shard_size)
+    return _write(folder, "Llama", "ForCausalLM", tokenizer, **(LLAMA | ids | changes))
 
 
 WRITERS: dict[str, Callable[..., Path]] = {
@@ -129,8 +82,11 @@ WRITERS: dict[str, Callable[..., Path]] = {
 
 
 def _write(
-    folder: Path, model: Any, tokenizer: Any, dtype: torch.dtype, shard_size: str = "50GB"
-) -> Path:
+    folder: Path, family: str, head: str, tokenizer: Any, *, dtype: torch.dtype = torch.float32,
+    shard_size: str = "50GB", **settings: Any,
+) -> Path:  # fmt: skip
+    config = getattr(transformers, f"{family}Config")(**settings)
+    model = getattr(transformers, f"{family}{head}")(config)
     randomise(model)
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
         model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
@@ -230,10 +186,7 @@ def load_and_save(checkpoint: Path, to: Path, tensor_size: int, factor: float = 
     """Saves the weights times `factor`, as a run at this layout saves them, to
     to/step_00000001."""
     mesh, manifest = mesh_of_ranks(tensor_size), read_manifest(checkpoint)
-    dtype = DTYPES[manifest["precision"]]
-    config, size = config_of(manifest), manifest["vocab_size"]
-    model = build_model(config, mesh, size, seed=None, dtype=dtype)
-    load_checkpoint(verify(checkpoint, mesh), model_slices(model))
+    model = load_model(verify(checkpoint, mesh), mesh, DTYPES[manifest["precision"]])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter *= factor

@@ -4,7 +4,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,11 @@ KINDS: dict[str, Callable[[Path], Path]] = {
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a kind, beside its checkpoint; made when it is first asked for."""
-    place = tmp_path_factory.mktemp("models")
 
+    @cache
     def find(kind: str) -> Path:
-        folder = place / kind / "hf"
-        if not folder.exists():
-            folder.parent.mkdir()
-            models.imported(KINDS[kind](folder))
+        folder = tmp_path_factory.mktemp(kind) / "hf"
+        models.imported(KINDS[kind](folder))
         return folder
 
     return find
@@ -59,36 +57,6 @@ def test_equal_models(compared: Callable[[str], Path], kind: str) -> None:
     heads = compare(compared(kind), compared(kind)).heads
     assert len(heads) == (1 if kind in ("gpt2", "llama") else 2)
     assert all(head.difference <= 1e-13 * head.largest for head in heads)
-
-
-WIDE = {"num_attention_heads": 6, "head_dim": 8, "num_key_value_heads": 3}
-
-
-@pytest.mark.parametrize(
-    ("kind", "change"),
-    [
-        ("gpt2", {"activation_function": "gelu"}),
-        ("gpt2", {"layer_norm_epsilon": 1.1e-5}),
-        ("gpt2", {"n_head": 2}),
-        ("gpt2", {"scale_attn_weights": False}),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
-        ("llama", {"rms_norm_eps": 1.1e-5}),
-        ("llama", WIDE),  # as many rows of keys and values, in wider heads
-        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 10_001.0}}),
-        ("llama", {"rope_parameters": models.SCALED | {"rope_theta": 10_000.0}}),
-        ("llama", {"hidden_act": "gelu"}),
-        ("post-ln", {"hidden_act": "gelu_new"}),
-        ("post-ln", {"layer_norm_eps": 1.1e-5}),
-        ("pre-ln", {"layer_norm_eps": 1.1e-5}),
-        ("pre-ln", {"num_attention_heads": 2}),
-    ],
-)
-def test_other_options(
-    compared: Callable[[str], Path], tmp_path: Path, kind: str, change: dict[str, Any]
-) -> None:
-    other = Path(shutil.copytree(compared(kind), tmp_path / "other"))
-    models.change_json(other / "config.json", **change)
-    assert_differ(compared(kind), other)
 
 
 Tensors = dict[str, Tensor]
@@ -132,24 +100,39 @@ BERT: list[Change] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "change"),
-    [
-        ("gpt2", each("c_attn", reordered(1, 0, 2))),
-        ("gpt2", each("c_attn", reordered(0, 2, 1))),
-        ("llama", exchange("k_proj", "v_proj")),
-        ("llama", exchange("gate_proj", "up_proj")),
-        *(("post-ln", change) for change in BERT[::2]),
-        *(("pre-ln", change) for change in BERT[1::2]),
+EPSILON, ROPE = {"layer_norm_eps": 1.1e-5}, {"rope_type": "default", "rope_theta": 10_001.0}
+# As many rows of keys and values, in wider heads.
+WIDE = {"num_attention_heads": 6, "head_dim": 8, "num_key_value_heads": 3}
+# Options of config.json, or changes to weights.
+CHANGES: dict[str, list[dict[str, Any] | Change]] = {
+    "gpt2": [
+        {"activation_function": "gelu"}, {"layer_norm_epsilon": 1.1e-5}, {"n_head": 2},
+        {"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True},
+        each("c_attn", reordered(1, 0, 2)), each("c_attn", reordered(0, 2, 1)),
     ],
+    "llama": [
+        {"rms_norm_eps": 1.1e-5}, WIDE, {"rope_parameters": ROPE}, {"hidden_act": "gelu"},
+        {"rope_parameters": models.SCALED | {"rope_theta": 10_000.0}},
+        exchange("k_proj", "v_proj"), exchange("gate_proj", "up_proj"),
+    ],
+    "post-ln": [{"hidden_act": "gelu_new"}, EPSILON, *BERT[::2]],
+    "pre-ln": [EPSILON, {"num_attention_heads": 2}, *BERT[1::2]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"), [(kind, change) for kind in CHANGES for change in CHANGES[kind]]
 )
-def test_misplaced_weights(
-    compared: Callable[[str], Path], tmp_path: Path, kind: str, change: Change
+def test_other_options_and_misplaced_weights(
+    compared: Callable[[str], Path], tmp_path: Path, kind: str, change: dict[str, Any] | Change
 ) -> None:
     other = Path(shutil.copytree(compared(kind), tmp_path / "other"))
-    changed = change(models.weights_of(other))
-    assert changed
-    models.change_tensors(other, {name: tensor.clone() for name, tensor in changed.items()})
+    if isinstance(change, dict):
+        models.change_json(other / "config.json", **change)
+    else:
+        changed = change(models.weights_of(other))
+        assert changed
+        models.change_tensors(other, {name: tensor.clone() for name, tensor in changed.items()})
     assert_differ(compared(kind), other)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.checkpoint.format import read_manifest, seal
 from megatron.config.parse import parse_call
 from tests.data.samples import write_tokenizer
-from tests.refusals import field_of, refusal, refused
+from tests.refusals import by_last_flag, field_of, refusal, refused
 from tests.tools.convert import models
 from tools.convert_hf import export_model, import_model
 
@@ -297,9 +297,8 @@ def paths(written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     place = tmp_path_factory.mktemp("paths")
     vocabulary, merges = write_tokenizer(place)
     capitals = models.write_vocabulary(place, do_lower_case=False).rename(place / "capitals.txt")
-    words = models.write_vocabulary(place)
-    others = place / "others.txt"
-    others.write_text(words.read_text("utf-8").replace("\nthe\n", "\nthey\n"), "utf-8")
+    words, others = models.write_vocabulary(place).read_text("utf-8"), place / "others.txt"
+    others.write_text(words.replace("\nthe\n", "\nthey\n"), "utf-8")
     split = Path(shutil.copytree(written["gpt2"], place / "split"))
     models.split_tokenizer(split)
     found = {
@@ -311,100 +310,81 @@ def paths(written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     models.write_vocabulary(listed)
     (place / "file").touch()
     found |= {"split": split, "listed": listed, "here": place}
-    found |= {"capitals": capitals, "words": words, "others": others}
+    found |= {"capitals": capitals, "others": others}
     files = {"vocabulary": vocabulary, "merges": merges}
     return {name: str(path) for name, path in (written | found).items()} | files
 
 
-@pytest.mark.parametrize(
-    ("words", "field"),
-    [
-        ("import --from {bare}", "{bare}"),
-        ("import --from {cased}", "{cased}"),
-        ("import --from {cased} --vocab-file {capitals}", "--vocab-file"),
-        ("import --from {cased} --vocab-file {capitals} --merge-file m", "--merge-file"),
-        ("import --from {bert} --tokenizer-type GPT2BPETokenizer", "--tokenizer-type"),
-        ("import --from {bert} --tokenizer-type BertWordPieceCase", "{bert}/tokenizer.json"),
-        ("import --from {bert} --vocab-file {others}", "--vocab-file"),
-        ("import --from {gpt2} --vocab-file {vocabulary} --merge-file {merges} --no-tokenizer",
-         "--no-tokenizer"),
-        ("import --from {gpt2} --no-tokenizer --tokenizer-type BertWordPieceCase",
-         "--tokenizer-type"),
-        ("import --from {small} --vocab-file {vocabulary} --merge-file {merges}",
-         "{small}/config.json: vocab_size"),
-        # Names that are none of the hub's, which is not asked.
-        ("import --from {here}/file", "--from"),
-        ("import --from {here}/nothing", "--from"),
-        ("import --from ./nothing", "--from"),
-        ("import --from a/b/c", "--from"),
-        ("export --from {here}/nothing", "--from"),
-        ("export --from {here}/step_00000007", "--from"),
-        # Nothing that is there is replaced.
-        ("import --from {gpt2} --output {here}", "--output"),
-        ("export --from {gpt2} --output {here}", "--output"),
-    ],
-)  # fmt: skip
+# The last flag of each is refused. Names that are none of the hub's are not asked for there, and
+# nothing that is there is replaced.
+LAST = """
+import --from {cased} --vocab-file {capitals} | import --from {bert} --vocab-file {others}
+import --from {cased} --vocab-file {capitals} --merge-file m
+import --from {bert} --tokenizer-type GPT2BPETokenizer
+import --from {gpt2} --vocab-file {vocabulary} --merge-file {merges} --no-tokenizer
+import --from {gpt2} --no-tokenizer --tokenizer-type BertWordPieceCase
+import --from {here}/file | import --from {here}/nothing | import --from ./nothing
+import --from a/b/c | export --from {here}/nothing | export --from {here}/step_00000007
+import --from {gpt2} --output {here} | export --from {gpt2} --output {here}
+"""
+FLAGS: list[tuple[str, str | None]] = [
+    *by_last_flag(LAST),
+    *((f"import --from {each}", each) for each in ("{bare}", "{cased}")),
+    ("import --from {bert} --tokenizer-type BertWordPieceCase", "{bert}/tokenizer.json"),
+    ("import --from {small} --vocab-file {vocabulary} --merge-file {merges}",
+     "{small}/config.json: vocab_size"),
+    # These files of a tokenizer are taken.
+    *((f"import --from {each}", None) for each in (
+        "{split}", "{bare} --vocab-file {vocabulary} --merge-file {merges}", "{listed}",
+        "{cased} --vocab-file {capitals} --tokenizer-type BertWordPieceCase",
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "field"), FLAGS)
 def test_flags(
-    paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, field: str
-) -> None:
+    paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str,
+    field: str | None,
+) -> None:  # fmt: skip
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked"))
     given = shlex.split(words.format(**paths))
     given += [] if "--output" in given else ["--output", str(tmp_path / "new")]
-    assert refused(convert, given) == field.format(**paths)
+    if field is None:
+        convert(given)
+    else:
+        assert refused(convert, given) == field.format(**paths)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "{split}",
-        "{bare} --vocab-file {vocabulary} --merge-file {merges}",
-        "{listed}",
-        "{cased} --vocab-file {capitals} --tokenizer-type BertWordPieceCase",
-    ],
-)
-def test_tokenizer_files(paths: dict[str, str], tmp_path: Path, words: str) -> None:
-    given = shlex.split(words.format(**paths))
-    convert(["import", "--from", *given, "--output", str(tmp_path / "ours")])
-
-
-def test_equal_values(make: Make) -> None:
-    folder = make("gpt2")
-    models.change_json(folder / CONFIG, n_inner=32, activation_function="gelu_pytorch_tanh")
-    models.imported(folder)
-
-
-def test_damaged_checkpoint(make: Make) -> None:
+def test_damaged_and_other_checkpoints(make: Make) -> None:
     """A model of NaN is refused, too: its logits equal nothing."""
     folder = make("gpt2")
-    step = models.imported(folder)
-    models.load_and_save(step, folder.with_name("diverged"), 1, factor=float("nan"))
-    to = ["--output", str(folder.with_name("back"))]
-    diverged = folder.with_name("diverged")
-    error = refusal(lambda: convert(["export", "--from", str(diverged), *to]))
-    assert field_of(error) == str(diverged / "step_00000001")
-    (shard,) = step.glob("*.safetensors")
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(content)
-    error = refusal(lambda: convert(["export", "--from", str(step.parent), *to]), lines=9)
-    assert field_of(error) == "--from"
-    assert shard.name in str(error)
+    options = {"n_inner": 32, "activation_function": "gelu_pytorch_tanh"}  # the same model
+    models.change_json(folder / CONFIG, **options)
+    step, diverged = models.imported(folder), folder.with_name("diverged")
 
+    def exported(source: Path, lines: int = 2) -> tuple[str, str]:
+        words = ["export", "--from", str(source), "--output", str(folder.with_name("back"))]
+        error = refusal(lambda: convert(words), lines=lines)
+        return field_of(error), str(error)
 
-def test_other_tensors(make: Make) -> None:
-    step = models.imported(make("gpt2"))
-    manifest = read_manifest(step)
+    models.load_and_save(step, diverged, 1, factor=float("nan"))
+    assert exported(diverged)[0] == str(diverged / "step_00000001")
+    manifest, sealed = read_manifest(step), (step / "manifest.json").read_bytes()
     norm = manifest["tensors"]["model.final_norm.weight"]
-    changes = {
+    for named, change in {
         "model.extra": {"model.extra": norm},
         "several dtypes": {"model.final_norm.weight": norm | {"dtype": "bfloat16"}},
-    }
-    words = ["export", "--from", str(step), "--output", str(step.parent.with_name("back"))]
-    for named, change in changes.items():
+    }.items():
         changed = manifest | {"tensors": manifest["tensors"] | change}
         (step / "manifest.json").write_text(json.dumps(seal(changed)))
-        error = refusal(lambda: convert(words))
-        assert (field_of(error), named in str(error)) == (str(step), True)
+        field, message = exported(step)
+        assert (field, named in message) == (str(step), True)
+    (step / "manifest.json").write_bytes(sealed)
+    (shard,) = step.glob("*.safetensors")
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    field, message = exported(step.parent, lines=9)
+    assert (field, shard.name in message) == ("--from", True)
 
 
 def test_hub(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,30 +238,25 @@ def test_rotary_positions(
 
 
 @pytest.mark.parametrize(
-    ("kind", "value"),
-    [("gpt2", "swiglu"), ("gpt2", "geglu"), ("llama", "silu"), ("llama", "gelu_tanh")],
+    ("kind", "activations"),
+    [("gpt2", ("swiglu", "geglu")), ("llama", ("silu", "gelu_tanh")), ("bert", ())],
 )
-def test_unknown_activation(tmp_path: Path, kind: str, value: str) -> None:
-    checkpoint = read_checkpoint(models.imported(models.WRITERS[kind](tmp_path / "hf")))
-    checkpoint.manifest["config"]["model"]["activation"] = value
-    family, name = family_of(checkpoint.manifest), checkpoint.manifest["config"]["data"]
-    tokenizer = read_tokenizer(name["tokenizer_type"], checkpoint.path)
-    error = refusal(lambda: write_model_of(tmp_path / "back", checkpoint, family, tokenizer))
-    assert field_of(error) == "--activation"
-
-
-@pytest.mark.parametrize("kind", models.WRITERS)
-def test_several_files(tmp_path: Path, kind: str) -> None:
-    """Some have only a part of a parameter of this project."""
+def test_several_files(tmp_path: Path, kind: str, activations: tuple[str, ...]) -> None:
+    """Some have only a part of a parameter of this project. Activations that are none of theirs are
+    refused."""
     folder, back = models.WRITERS[kind](tmp_path / "hf"), tmp_path / "back"
     checkpoint = read_checkpoint(models.imported(folder))
-    tokenizer_type = checkpoint.manifest["config"]["data"]["tokenizer_type"]
-    tokenizer = read_tokenizer(tokenizer_type, checkpoint.path)
+    config, family = checkpoint.manifest["config"], family_of(checkpoint.manifest)
+    tokenizer = read_tokenizer(config["data"]["tokenizer_type"], checkpoint.path)
+    write = partial(write_model_of, back, checkpoint, family, tokenizer, shard_size="6KB")
     back.mkdir()
-    write_model_of(back, checkpoint, family_of(checkpoint.manifest), tokenizer, shard_size="6KB")
+    write()
     assert len(list(back.glob("model-*.safetensors"))) > 3
     models.assert_same_weights(folder, back)
     models.imported(back, "again")
+    for activation in activations:
+        config["model"]["activation"] = activation
+        assert field_of(refusal(write)) == "--activation"
 
 
 def test_gpt2_tokenizer_of_a_llama(tmp_path: Path) -> None:
