@@ -82,13 +82,9 @@ class Script:
         if tensor_parallel:
             divide(self.model)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=LR,
-            betas=BETAS,
-            eps=EPS,
-            weight_decay=DECAY,
+            self.model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY,
             foreach=False if tensor_parallel else None,  # of DTensors beside plain ones
-        )
+        )  # fmt: skip
         warmup = LinearLR(self.optimizer, start_factor=0.1, end_factor=1.0, total_iters=WARMUP)
         cosine = CosineAnnealingLR(self.optimizer, T_max=STEPS - WARMUP, eta_min=MIN_LR)
         self.scheduler = SequentialLR(self.optimizer, [warmup, cosine], milestones=[WARMUP])

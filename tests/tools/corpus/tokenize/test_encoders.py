@@ -1,10 +1,8 @@
 """The fast encoders: the reference's ids on real text and on fuzzed strings, or not taken."""
 
-import gzip
 import json
 import random
 import sys
-import tarfile
 import types
 import unicodedata
 from collections import defaultdict
@@ -16,6 +14,7 @@ from typing import Any
 import gigatoken
 import numpy as np
 import pytest
+from transformers import GPT2TokenizerFast
 
 from megatron.data.tokenizer import (
     MARKS,
@@ -26,14 +25,9 @@ from megatron.data.tokenizer import (
 )
 from tests.data.samples import write_tokenizer, write_tokenizer_json, write_wordpiece
 from tests.refusals import field_of, refusal
-from tools.corpus.tokenize.encoders import (
-    PROBES,
-    Encoder,
-    Gigatoken,
-    Words,
-    build_encoder,
-    find_difference,
-)
+from tests.tools.convert.models import make_tokenizer
+from tests.tools.corpus.lines import read_jsonl, write_jsonl
+from tools.corpus.tokenize import encoders
 from tools.train_tokenizer import train_tokenizer
 
 PIECES = [
@@ -90,15 +84,17 @@ def fuzz(seed: int, count: int) -> list[str]:
     return ["".join(piece() for _ in range(draw.randint(1, 30))) for _ in range(count)]
 
 
-def lists(encoder: Encoder, texts: Sequence[str]) -> list[list[int]]:
+def lists(encoder: encoders.Encoder, texts: Sequence[str]) -> list[list[int]]:
     ids, sizes = encoder.arrays(texts)
     return [each.tolist() for each in np.split(ids, np.cumsum(sizes))[:-1]]
 
 
-def check_equal(encoders: Sequence[Encoder], texts: Sequence[str], expected: Any = None) -> None:
+def check_equal(
+    several: Sequence[encoders.Encoder], texts: Sequence[str], expected: Any = None
+) -> None:
     """Each encoder gives the expected ids, or else those of the first one."""
-    expected = expected or lists(encoders[0], texts)
-    for encoder in encoders:
+    expected = expected or lists(several[0], texts)
+    for encoder in several:
         ids, sizes = encoder.arrays(texts)
         assert (ids.dtype, sizes.dtype) == (np.uint32, np.int32)
         assert sizes.tolist() == [len(each) for each in expected]
@@ -107,7 +103,7 @@ def check_equal(encoders: Sequence[Encoder], texts: Sequence[str], expected: Any
 
 def check_gigatoken(files: tuple[str, str], texts: Sequence[str]) -> None:
     library = GPT2BPETokenizer(*files).library
-    check_equal([Encoder(library), Gigatoken(library)], texts)
+    check_equal([encoders.Encoder(library), encoders.Gigatoken(library)], texts)
 
 
 def gpt2(test_data: Path) -> tuple[str, str]:
@@ -115,25 +111,13 @@ def gpt2(test_data: Path) -> tuple[str, str]:
 
 
 def real_documents(folder: Path) -> list[str]:
-    """Some of every kind of text; which, is up to the seed."""
-    web = gzip.decompress((folder / "neardup" / "c4_sample.jsonl.gz").read_bytes()).splitlines()
-    documents = [json.loads(line)["text"] for line in web]
-    with tarfile.open(folder / "race" / "RACE_dev.tar.xz") as archive:
-        for member in archive:
-            if member.isfile() and member.name.endswith(".txt"):
-                file = archive.extractfile(member)
-                assert file is not None
-                documents.append(json.load(file)["article"])
-    lambada = (folder / "lambada" / "lambada_development_plain_text.txt").read_text("utf-8")
-    documents += lambada.splitlines()
-    sample = random.Random(7).sample(documents, 800)
-    return [*sample, (folder / "wikitext103" / "wiki.valid.tokens").read_text("utf-8")[:100_000]]
+    web = read_jsonl(folder / "neardup" / "c4_sample.jsonl.gz")[:600]
+    wiki = (folder / "wikitext103" / "wiki.valid.tokens").read_text("utf-8")[:100_000]
+    return [wiki, *(record["text"] for record in web)]
 
 
 def test_a_bpe_on_real_text_and_all_planes_gets_the_ids_of_both_references(test_data: Path) -> None:
     """With GPT-2's own vocabulary: those of `tokenizers`, and on real text of transformers."""
-    from transformers import GPT2TokenizerFast
-
     letters = [letter for category in categories() for letter in category]
     planes = [f"a{letter} {letter}{letter}  {letter}1" for letter in letters[::101]]
     files, texts = gpt2(test_data), real_documents(test_data)
@@ -143,43 +127,33 @@ def test_a_bpe_on_real_text_and_all_planes_gets_the_ids_of_both_references(test_
     expected = theirs(texts, split_special_tokens=True)["input_ids"]
     ours = GPT2BPETokenizer(*files)
     assert (ours.vocab_size, ours.eod) == (50_257, 50_256)
-    fast = build_encoder("auto", ours.library)
-    assert isinstance(fast, Gigatoken)
-    check_equal([Encoder(ours.library), fast], texts, expected)
-    check_equal([Encoder(ours.library), fast], [*fuzz(1, 3000), *planes])
+    fast = encoders.build_encoder("auto", ours.library)
+    assert isinstance(fast, encoders.Gigatoken)
+    check_equal([encoders.Encoder(ours.library), fast], texts, expected)
+    check_equal([encoders.Encoder(ours.library), fast], [*fuzz(1, 3000), *planes])
 
 
 def test_other_vocabularies_get_the_references_ids(tmp_path: Path) -> None:
     """One with hardly a merge, one that was trained, and that one with fewer merges."""
     files = write_tokenizer(tmp_path)
-    for texts in ([*PROBES, *TRICKY, *fuzz(2, 2000)], [], ["", "a", "", ""]):
+    for texts in ([*encoders.PROBES, *TRICKY, *fuzz(2, 2000)], [], ["", "a", "", ""]):
         check_gigatoken(files, texts)
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in fuzz(3, 500))
-    (tmp_path / "in.jsonl").write_text(lines)
-    train_tokenizer((tmp_path / "in.jsonl",), 2048, tmp_path)
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": text} for text in fuzz(3, 500)])
+    train_tokenizer((source,), 2048, tmp_path)
     check_gigatoken(files, fuzz(4, 2000))
     merges = Path(files[1]).read_text("utf-8").splitlines(keepends=True)
     Path(files[1]).write_text("".join(merges[:500]), "utf-8")
     check_gigatoken(files, fuzz(5, 2000))
 
 
-def transformers_ids(vocab_file: str, texts: list[str], *, lower: bool) -> list[list[int]]:
-    from transformers import BertTokenizer
-
-    lines = Path(vocab_file).read_bytes().decode().removesuffix("\n").split("\n")
-    vocabulary = {token: number for number, token in enumerate(lines)}
-    theirs = BertTokenizer(vocab=vocabulary, do_lower_case=lower)
-    encoded = theirs(texts, split_special_tokens=True, add_special_tokens=False)
-    return list(encoded["input_ids"])
-
-
 def check_wordpiece(
     ours: BertWordPieceLowerCase | BertWordPieceCase, file: str, texts: Any
 ) -> None:
-    expected = transformers_ids(file, texts, lower=ours.is_lower_case)
-    fast = build_encoder("auto", ours.library)
-    assert isinstance(fast, Words)
-    check_equal([Encoder(ours.library), fast], texts, expected)
+    theirs = make_tokenizer(Path(file), ours.is_lower_case)
+    expected = theirs(texts, split_special_tokens=True, add_special_tokens=False)["input_ids"]
+    fast = encoders.build_encoder("auto", ours.library)
+    assert isinstance(fast, encoders.Words)
+    check_equal([encoders.Encoder(ours.library), fast], texts, expected)
     for text, each in zip(texts[-500:], expected[-500:], strict=True):
         found, spans = ours.offsets(text)
         assert found == each
@@ -187,7 +161,7 @@ def check_wordpiece(
 
 
 def test_a_wordpiece_gets_the_ids_of_transformers(tmp_path: Path) -> None:
-    texts = [*PROBES, *TRICKY, *fuzz(6, 2000)]
+    texts = [*encoders.PROBES, *TRICKY, *fuzz(6, 2000)]
     lower = write_wordpiece(tmp_path, "thing", "inn", "漢", "и")
     check_wordpiece(BertWordPieceLowerCase(lower), lower, texts)
     letters = sorted({letter for text in texts for letter in text if letter.isprintable()})
@@ -219,9 +193,9 @@ def test_only_so_many_words_are_cached(tmp_path: Path) -> None:
             return library.encode_batch_fast(words)
 
     texts = [f"the things {number}s in inn{number}" for number in range(30)]
-    expected = lists(Encoder(library), texts)
+    expected = lists(encoders.Encoder(library), texts)
     for limit, most in ((1 << 22, 63), (50, 1 << 22)):
-        words = Words(Counting(), limit)
+        words = encoders.Words(Counting(), limit)
         asked.clear()
         for start in range(0, 30, 3):
             assert lists(words, texts[start : start + 3]) == expected[start : start + 3]
@@ -241,7 +215,7 @@ def test_auto_is_the_fastest_that_is_for_the_tokenizer(tmp_path: Path) -> None:
         (wordpiece, "tokenizers", "tokenizers"),
         (HuggingFaceTokenizer(write_tokenizer_json(tmp_path / "json")), "auto", "tokenizers"),
     ):
-        assert build_encoder(choice, tokenizer.library).name == name
+        assert encoders.build_encoder(choice, tokenizer.library).name == name
 
 
 def test_an_encoder_that_is_absent_or_of_other_ids_is_not_taken(
@@ -251,8 +225,8 @@ def test_an_encoder_that_is_absent_or_of_other_ids_is_not_taken(
     bpe = GPT2BPETokenizer(*write_tokenizer(tmp_path)).library
 
     def assert_not_taken() -> None:
-        assert build_encoder("auto", bpe).name == "tokenizers"
-        assert field_of(refusal(lambda: build_encoder("gigatoken", bpe))) == "--encoder"
+        assert encoders.build_encoder("auto", bpe).name == "tokenizers"
+        assert field_of(refusal(lambda: encoders.build_encoder("gigatoken", bpe))) == "--encoder"
 
     with monkeypatch.context() as absent:
         absent.setitem(sys.modules, "gigatoken", None)
@@ -272,10 +246,10 @@ def test_an_encoder_that_is_absent_or_of_other_ids_is_not_taken(
     monkeypatch.setattr(gigatoken, "Tokenizer", Wrong)
     assert_not_taken()
 
-    class Changed(Encoder):
+    class Changed(encoders.Encoder):
         def arrays(self, texts: Sequence[str]) -> Any:
             return super().arrays([text.replace("\r", "\n") for text in texts])
 
-    reference = Encoder(bpe)
-    assert find_difference(reference, reference) is None
-    assert find_difference(Changed(bpe), reference) is not None
+    reference = encoders.Encoder(bpe)
+    assert encoders.find_difference(reference, reference) is None
+    assert encoders.find_difference(Changed(bpe), reference) is not None
