@@ -1,8 +1,6 @@
 """Models that the tests of the tasks share."""
 
 import json
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +13,12 @@ from tests.tasks.program import FEW, TASK
 
 
 @pytest.fixture(scope="session")
-def made_peer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Peer]:
-    """The one peer of the session, made when the first test needs it."""
-
-    @cache
-    def make(data: Path) -> Peer:
-        return make_peer(tmp_path_factory.mktemp("peer"), data / "gpt2", lessons(data))
-
-    return make
-
-
-@pytest.fixture
-def peer(made_peer: Callable[[Path], Peer], test_data: Path) -> Peer:
-    return made_peer(test_data)
+def peer(tmp_path_factory: pytest.TempPathFactory, test_data: Path) -> Peer:
+    return make_peer(tmp_path_factory.mktemp("peer"), test_data / "gpt2", lessons(test_data))
 
 
 @pytest.fixture(scope="session")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a BERT of random weights."""
     return write_model(tmp_path_factory.mktemp("pretrained"))
 
 
@@ -50,5 +36,4 @@ def tuned(tmp_path_factory: pytest.TempPathFactory, pretrained: Path) -> tuple[P
 
 @pytest.fixture
 def words(pretrained: Path, tmp_path: Path) -> list[str]:
-    """The flags of a short training."""
     return ["--load", str(pretrained), *write_files(tmp_path, 64), *FEW]

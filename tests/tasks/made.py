@@ -175,22 +175,12 @@ def write_model(
     model = build_model(config, mesh, size, seed=7, dtype=torch.float32)
     pieces = [each for each in model_slices(model) if each.key != f"model.{without}"]
     if beside is not None:
-        pieces.append(
-            TensorSlice(f"model.{beside}", ShardingSpec(shape=(2,), decay=False), torch.zeros(2))
-        )
+        spec = ShardingSpec(shape=(2,), decay=False)
+        pieces.append(TensorSlice(f"model.{beside}", spec, torch.zeros(2)))
+    data = {"tokenizer_type": tokenizer.kind, "seq_length": POSITIONS}
     facts = {
-        "kind": config.kind,
-        "config": {
-            "model": asdict(config),
-            "data": {"tokenizer_type": tokenizer.kind, "seq_length": POSITIONS},
-        },
-        "precision": "fp32",
-        "vocab_size": size,
-        "tokenizer": tokenizer.fingerprint,
-        "data": [],
-        "run": "the run",
-        "counters": {},
-        "environment": environment(mesh),
-        "validation_loss": None,
-    }
+        "kind": config.kind, "config": {"model": asdict(config), "data": data}, "data": [],
+        "precision": "fp32", "vocab_size": size, "tokenizer": tokenizer.fingerprint,
+        "run": "the run", "counters": {}, "environment": environment(mesh), "validation_loss": None,
+    }  # fmt: skip
     return save_checkpoint(folder / "checkpoints", 0, pieces, facts, mesh, tokenizer.files).path

@@ -11,11 +11,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from megatron.data.tokenizer import read_tokenizer
 from tasks.wikitext103 import cut_articles
-from tools.convert.folder import read_description
-from tools.convert.weights import read_weights
-from tools.convert.writing import write_checkpoint
+from tools.convert_hf import import_model
 
 POSITIONS = 256
 COUNT = 24  # of passages
@@ -49,16 +46,8 @@ def make_peer(folder: Path, gpt2: Path, lessons: Sequence[Sequence[str]]) -> Pee
     tokenizer = transformers.GPT2Tokenizer(**files)
     teach(model, [[tokenizer(part)["input_ids"] for part in parts] for parts in lessons])
     model.save_pretrained(folder / "theirs")
-    described = read_description(folder / "theirs")
-    write_checkpoint(
-        folder / "ours",
-        described.config,
-        read_weights(folder / "theirs", described.family, described.config, described.vocab_size),
-        described.vocab_size,
-        read_tokenizer("GPT2BPETokenizer", gpt2),
-        "a test",
-        lambda path: None,
-    )
+    tokenizer.save_pretrained(folder / "theirs")
+    import_model(str(folder / "theirs"), folder / "ours")
     return Peer(model, tokenizer, folder / "ours")
 
 

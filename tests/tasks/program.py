@@ -1,12 +1,12 @@
 """tasks/main.py as the tests call it."""
 
+import io
 import json
 from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from megatron.config.parse import parse
 from megatron.train.evaluate import load_newest
@@ -18,15 +18,6 @@ from tests.tiny import mesh_of_ranks
 TASK = "tests.tasks.made"
 SIZES = ["--global-batch-size", "16", "--micro-batch-size", "16"]
 FEW = ["--epochs", "2", "--lr", "3e-3", *SIZES, "--dtype", "fp32"]
-Capture = pytest.CaptureFixture[str]
-
-
-def result(words: list[str], capsys: Capture, task: str = TASK) -> dict[str, Any]:
-    """The record that a command prints."""
-    capsys.readouterr()
-    run([task, *words])
-    record: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return record
 
 
 def run(words: list[str]) -> None:
@@ -34,11 +25,20 @@ def run(words: list[str]) -> None:
     main(["--task", *words], {})
 
 
-def warnings_of(words: list[str], capsys: Capture, task: str = TASK) -> list[str]:
-    """The warnings of a command."""
-    capsys.readouterr()
-    run([task, *words])
-    return [line for line in capsys.readouterr().err.splitlines() if "warning: " in line]
+def printed(words: list[str], task: str = TASK) -> tuple[str, str]:
+    """What a command prints to stdout, and to stderr."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        run([task, *words])
+    return out.getvalue(), err.getvalue()
+
+
+def result(words: list[str], task: str = TASK) -> dict[str, Any]:
+    """The record that a command prints."""
+    return dict(json.loads(printed(words, task)[0]))
+
+
+def warnings_of(words: list[str], task: str = TASK) -> list[str]:
+    return [line for line in printed(words, task)[1].splitlines() if "warning: " in line]
 
 
 def evaluating(save: Path) -> list[str]:

@@ -143,21 +143,18 @@ def test_torn_rows(tmp_path: Path) -> None:
 
 
 def test_names_of_several_files(tmp_path: Path) -> None:
-    files = [write_tsv(tmp_path / f"{name}.tsv", QQP_COLUMNS, QQP_ROWS) for name in ("dev", "more")]
-    task = qqp(*files)
+    (tmp_path / "other").mkdir()
+    names = ("dev", "more", "train", "other/dev", "other/train")
+    dev, more, train, again, other = (
+        write_tsv(tmp_path / f"{name}.tsv", QQP_COLUMNS, QQP_ROWS) for name in names
+    )
+    task = qqp(dev, more)
     assert list(task.evaluations) == ["dev", "more"]
     assert "dev_f1" in task.conventions
-    (other := tmp_path / "other").mkdir()
-    again = write_tsv(other / "dev.tsv", QQP_COLUMNS, QQP_ROWS)
-    assert field_of(refusal(lambda: qqp(files[0], again))) == "--valid-data"
-    assert len(qqp(*files[:1], train_data=(files[1], again)).train) == 4
-    train = write_tsv(other / "train.tsv", QQP_COLUMNS, QQP_ROWS * 2)
-    named = write_tsv(tmp_path / "train.tsv", QQP_COLUMNS, QQP_ROWS)
-    counted = qqp(files[0], named, train_data=(train,)).notes["input"]
-    assert counted["train"]["pairs"] == 4
-    assert [(name, each["pairs"]) for name, each in counted["valid"].items()] == [
-        ("dev", 2), ("train", 2),
-    ]  # fmt: skip
+    assert field_of(refusal(lambda: qqp(dev, again))) == "--valid-data"
+    task = qqp(dev, train, train_data=(other, again))
+    assert (len(task.train), task.notes["input"]["train"]["pairs"]) == (4, 4)
+    assert [*task.notes["input"]["valid"]] == ["dev", "train"]
 
 
 def test_figures(tmp_path: Path) -> None:
@@ -177,36 +174,26 @@ def test_figures(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_real_json(test_data: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*--seq-length 64")
+def test_real_files(test_data: Path) -> None:
     tokenizer = BertWordPieceLowerCase(str(test_data / "bert" / "vocab.txt"))
-    settings = {"seq_length": 64, "valid_data": (test_data / "glue" / "MNLI" / "dev.json",)}
-    with pytest.warns(UserWarning, match="--seq-length 64"):
-        task = MNLI.prepare(MNLI.Settings(**settings), MANIFEST, tokenizer)
+    paths = {name: test_data / "glue" / name for name in ("QQP", "MNLI")}
+    task = mnli(paths["MNLI"] / "dev.json", tokenizer=tokenizer)
     counted = task.notes["input"]["valid"][""]
     assert counted["classes"] == {"contradiction": 320, "entailment": 347, "neutral": 333}
     assert (counted["tokens"], counted["unknown_tokens"]) == (36186, 0)
     assert max(each.longest for each in task.evaluations[""]) == 64
     assert (counted["truncated"], counted["longest"]) == (83, 156)
-    rows = json.loads(settings["valid_data"][0].read_text(encoding="utf-8"))
-    first, second, label = read_back(task, "", tokenizer)[0]
-    assert first == f"[CLS] {rows['0']['text_a'].lower()} [SEP]"
-    assert second == f"{rows['0']['text_b'].lower()} [SEP]"
-    assert label == rows["0"]["label"]
+    row = json.loads((paths["MNLI"] / "dev.json").read_text(encoding="utf-8"))["0"]
+    first, second = (row[name].lower() for name in ("text_a", "text_b"))
+    expected = (f"[CLS] {first} [SEP]", f"{second} [SEP]", row["label"])
+    assert read_back(task, "", tokenizer)[0] == expected
 
-
-def test_real_tsv(test_data: Path) -> None:
-    tokenizer = BertWordPieceLowerCase(str(test_data / "bert" / "vocab.txt"))
-    folder = test_data / "glue"
-    with pytest.warns(UserWarning, match="--seq-length 64"):
-        task = qqp(
-            folder / "QQP" / "dev.tsv",
-            train_data=(folder / "QQP" / "train.tsv",),
-            tokenizer=tokenizer,
-        )
+    train = paths["QQP"] / "train.tsv"
+    task = qqp(paths["QQP"] / "dev.tsv", train_data=(train,), tokenizer=tokenizer)
     assert task.notes["input"]["valid"][""]["classes"] == {"not_duplicate": 16, "duplicate": 16}
-    train = folder / "MNLI" / "train.tsv"
-    task = mnli(folder / "MNLI" / "dev_matched.tsv", train_data=(train,), tokenizer=tokenizer)
-    assert list(task.evaluations) == ["matched"]
+    train = paths["MNLI"] / "train.tsv"
+    task = mnli(paths["MNLI"] / "dev_matched.tsv", train_data=(train,), tokenizer=tokenizer)
     counted = task.notes["input"]["train"]
     assert counted["classes"] == {"contradiction": 16, "entailment": 16, "neutral": 16}
     first, second, _ = read_back(task, "matched", tokenizer)[0]

@@ -2,9 +2,7 @@
 
 import json
 import math
-import re
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
@@ -14,16 +12,9 @@ from tokenizers.models import BPE
 
 from megatron.config.checkpoint import TrainedConfig
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from tasks import ngram
 from tasks.heldout import Settings, cloze_windows, prepare, read_texts, training_tokens
-from tasks.ngram import (
-    FALLBACK_DISCOUNTS,
-    Bigram,
-    Unigram,
-    bigram_perplexity,
-    discounts,
-    unigram_perplexity,
-)
-from tasks.protocol import Scores, Task, Window
+from tasks.protocol import Scores, Window
 from tests.data.samples import write_data, write_tokenizer, write_tokenizer_json
 from tests.refusals import field_of, refusal
 from tests.tools.convert.models import write_sentencepiece
@@ -97,12 +88,6 @@ def test_training_data_of_another_tokenizer(tmp_path: Path) -> None:
     assert field_of(error) == "--train-data"
 
 
-def minus_one_each(task: Task) -> Scores:
-    """Scores of which every scored token has the log-probability -1."""
-    counts = np.array([len(each.labels) - each.first for each in task.windows])
-    return Scores(-1.0 * counts, counts, 0 * counts, counts < 0)
-
-
 def test_documents_between_marks(tmp_path: Path, tokenizer: Tokenizer) -> None:
     end, texts = tokenizer.eod, ["in  the inn", "One two three\n four"]
     (tmp_path / "texts.jsonl").write_text("".join(f"{json.dumps({'text': x})}\n" for x in texts))
@@ -122,7 +107,8 @@ def test_documents_between_marks(tmp_path: Path, tokenizer: Tokenizer) -> None:
             assert window.first >= 4, "half a window stands before what is scored"
             found += [*window.labels[window.first :]]
         assert found == ids
-    figures = task.score(minus_one_each(task), [])
+    counts = np.array([len(each.labels) - each.first for each in task.windows])  # -1 for each
+    figures = task.score(Scores(-1.0 * counts, counts, 0 * counts, counts < 0), [])
     tokens, words, size = sum(map(len, train)), 3 + 4, len("\n".join(texts))
     assert (figures["tokens"], figures["words"], figures["bytes"]) == (tokens, words, size)
     assert figures["token_perplexity"] == pytest.approx(np.e)
@@ -133,52 +119,29 @@ def test_documents_between_marks(tmp_path: Path, tokenizer: Tokenizer) -> None:
 # N-gram models
 
 
-def words_as_tokens() -> tuple[np.ndarray, int]:
-    """Real text: words of pydoc topics, ids in order of sight, 0 ends; how many ids there are."""
-    ids: dict[str, int] = {}
-    documents = [
-        [ids.setdefault(word, len(ids) + 1) for word in re.findall(r"\w+|[^\w\s]", text)] + [0]
-        for _, text in sorted(topics.items())
-    ]
-    train = np.concatenate([np.array(d, np.uint16) for d in documents[1::5] + documents[2::5]])
-    return train, len(ids) + 1
-
-
-def test_probabilities_sum_to_one() -> None:
-    train, vocabulary = words_as_tokens()
-    model = Bigram.fit(train, vocabulary)
-    every = np.arange(vocabulary)
-    seen, unseen = np.unique(train), np.setdiff1d(every, train)
-    assert len(unseen) > 100
-    for previous in [*seen[:: len(seen) // 40], *unseen[::50]]:
-        probability = model.probability(np.full(vocabulary, previous), every)
-        assert probability.min() > 0
-        assert probability.sum() == pytest.approx(1, abs=1e-12)
-    unigram = Unigram.fit(train, vocabulary).probability
-    assert unigram.min() > 0
-    assert unigram.sum() == pytest.approx(1, abs=1e-12)
-
-
 def test_discounts() -> None:
     counts = np.repeat([0, 1, 2, 3, 4, 9], [7, 50, 20, 12, 8, 3])
     y = 50 / (50 + 2 * 20)
     expected = [0, 1 - 2 * y * 20 / 50, 2 - 3 * y * 12 / 20, 3 - 4 * y * 8 / 12]
-    assert discounts(counts) == pytest.approx(expected)
+    assert ngram.discounts(counts) == pytest.approx(expected)
 
 
 def test_bigram_by_hand() -> None:
     """Documents "1 2", "1 2", "1 1" over the ids 0 (end), 1, 2, 3; fallback discounts."""
     train = np.array([1, 2, 0, 1, 2, 0, 1, 1, 0])
-    assert (discounts(np.array([3, 2, 2, 1, 1])) == FALLBACK_DISCOUNTS).all()
+    assert (ngram.discounts(np.array([3, 2, 2, 1, 1])) == ngram.FALLBACK_DISCOUNTS).all()
     # bigrams: 0>1 three times, 1>2 and 2>0 twice, 1>1 and 1>0 once
     # contexts of 0: {2, 1}, of 1: {0, 1}, of 2: {1}; discounts 1, 1, 0.5 of 5 are spread over 4
     lower = np.array([1, 1, 0.5, 0]) / 5 + 2.5 / 5 / 4
-    model = Bigram.fit(train, 4)
+    model = ngram.Bigram.fit(train, 4)
     assert model.lower.probability == pytest.approx(lower)
 
     def p(previous: int, word: int) -> float:
         return float(model.probability(np.array([previous]), np.array([word]))[0])
 
+    wide, every = ngram.Bigram.fit(300 * train.astype(np.uint16), 1000), np.arange(1000)
+    for previous in (0, 300, 600, 7):
+        assert wide.probability(np.full(1000, previous), every).sum() == pytest.approx(1)
     assert p(0, 1) == pytest.approx((3 - 1.5) / 3 + 1.5 / 3 * lower[1])
     assert p(1, 2) == pytest.approx((2 - 1) / 4 + (1 + 0.5 + 0.5) / 4 * lower[2])
     assert p(1, 3) == pytest.approx((1 + 0.5 + 0.5) / 4 * lower[3])
@@ -186,11 +149,12 @@ def test_bigram_by_hand() -> None:
     heldout = np.array([1, 2, 0, 3, 0])  # predicted from 0, 1, 2, 0, 3
     steps = [p(0, 1), p(1, 2), p(2, 0), p(0, 3), p(3, 0)]
     expected = math.exp(-sum(map(math.log, steps)) / 5)
-    assert bigram_perplexity(train, heldout, 4) == pytest.approx(expected)
+    assert ngram.bigram_perplexity(train, heldout, 4) == pytest.approx(expected)
 
 
 def test_streams_that_do_not_fit() -> None:
     outside, endless, empty = np.array([3, 0]), np.array([0, 1]), np.array([], np.int64)
-    refusal(lambda: unigram_perplexity(outside, np.array([1, 0]), 3))
-    assert "--no-append-eod" in str(refusal(lambda: bigram_perplexity(endless[::-1], endless, 3)))
-    refusal(lambda: unigram_perplexity(np.array([1, 0]), empty, 3))
+    refusal(lambda: ngram.unigram_perplexity(outside, np.array([1, 0]), 3))
+    error = refusal(lambda: ngram.bigram_perplexity(endless[::-1], endless, 3))
+    assert "--no-append-eod" in str(error)
+    refusal(lambda: ngram.unigram_perplexity(np.array([1, 0]), empty, 3))

@@ -11,19 +11,8 @@ import pytest
 
 from megatron.data.tokenizer import BertWordPieceCase
 from tasks.protocol import ChecksConfig
+from tasks.readers import inputs
 from tasks.readers.glue import check_classes
-from tasks.readers.inputs import (
-    AT_ONCE,
-    InputChecks,
-    PairExamples,
-    Shape,
-    check_apart,
-    check_casing,
-    check_truncation,
-    check_unknown,
-    encode,
-    shape_of,
-)
 from tasks.score import make_batch
 from tests.refusals import field_of, refusal
 from tests.tasks.made import wordpiece
@@ -37,18 +26,8 @@ def tokens(count: int, first: int) -> np.ndarray:
     return np.arange(first, first + count, dtype=np.int32)
 
 
-def test_pair() -> None:
-    first, second = (encode([text], TOKENIZER)[0] for text in ("The cat", "the dog sits."))
-    found = shape_of(TOKENIZER, 32).join(first, second)
-    assert TOKENIZER.decode(found.tokens.tolist()) == "[CLS] the cat [SEP] the dog sits. [SEP]"
-    assert found.second == 4, "the second segment begins after the first [SEP]"
-    assert found.tokens.dtype == np.int32
-    marks = (TOKENIZER.cls, TOKENIZER.sep, TOKENIZER.sep)
-    assert (found.tokens[0], found.tokens[3], found.tokens[-1]) == marks
-
-
-LONGEST = Shape(1, 2, 11)
-SECOND = Shape(1, 2, 10, cut="second", first=4)
+LONGEST = inputs.Shape(1, 2, 11)
+SECOND = inputs.Shape(1, 2, 10, cut="second", first=4)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +37,9 @@ SECOND = Shape(1, 2, 10, cut="second", first=4)
         (LONGEST, 0, 9, (0, 8)), (SECOND, 6, 9, (4, 3)), (SECOND, 1, 9, (1, 6)),
     ],
 )  # fmt: skip
-def test_long_pairs_are_cut(shape: Shape, first: int, second: int, kept: tuple[int, int]) -> None:
+def test_long_pairs_are_cut(
+    shape: inputs.Shape, first: int, second: int, kept: tuple[int, int]
+) -> None:
     found = shape.join(tokens(first, 100), tokens(second, 200))
     a, b = kept
     assert found.tokens.tolist() == [1, *tokens(a, 100), 2, *tokens(b, 200), 2]
@@ -66,9 +47,11 @@ def test_long_pairs_are_cut(shape: Shape, first: int, second: int, kept: tuple[i
 
 
 def test_pair_examples() -> None:
-    first = encode(["cat", "the dog", "the cat sits"], TOKENIZER)
-    second = encode(["dog", "cat", "the dog sits"], TOKENIZER)
-    examples = PairExamples(first, second, np.array([2, 0, 1]), shape_of(TOKENIZER, 8))
+    first = inputs.encode(["cat", "the dog", "the cat sits"], TOKENIZER)
+    second = inputs.encode(["dog", "cat", "the dog sits"], TOKENIZER)
+    examples = inputs.PairExamples(
+        first, second, np.array([2, 0, 1]), inputs.shape_of(TOKENIZER, 8)
+    )
     assert [each.label for each in examples] == [(2,), (0,), (1,)]
     assert [each.longest for each in examples] == [5, 6, 8]
     assert examples.whole.tolist() == [5, 6, 9]
@@ -81,20 +64,15 @@ def test_pair_examples() -> None:
 
 
 def test_texts_encoded_in_portions_have_the_same_tokens() -> None:
-    texts = ["cat", "", "the dog sits.", "dog dog", "a"]
-    assert encode(texts, TOKENIZER).starts.tolist() == [0, 1, 1, 5, 7, 8]
-    parts = encode(many := texts * (AT_ONCE // 4), TOKENIZER)
-    assert len(parts) == len(many) > AT_ONCE
-    assert [row.tolist() for row in parts] == TOKENIZER.encode_batch(many)
-    assert parts.lengths.tolist() == [1, 0, 4, 2, 1] * (AT_ONCE // 4)
+    texts = ["cat", "", "the\vdog \t\x85sits.\u3000", "dog dog", "a"]  # white space of any kind
+    assert inputs.encode(texts, TOKENIZER).starts.tolist() == [0, 1, 1, 5, 7, 8]
+    parts = inputs.encode(many := texts * (inputs.AT_ONCE // 4), TOKENIZER)
+    assert len(parts) == len(many) > inputs.AT_ONCE
+    expected = TOKENIZER.encode_batch([" ".join(text.split()) for text in many])
+    assert [row.tolist() for row in parts] == expected
+    assert parts.lengths.tolist() == [1, 0, 4, 2, 1] * (inputs.AT_ONCE // 4)
     assert np.shares_memory(parts[2], parts.tokens)
-    assert (len(encode([], TOKENIZER)), parts.tokens.dtype) == (0, np.int32)
-
-
-def test_white_space_of_any_kind_parts_words() -> None:
-    rows = encode(["the cat sits", "the\ncat \t sits", " the\x0bcat\x85sits\u3000"], TOKENIZER)
-    assert len(rows[0]) == 3
-    assert rows[0].tolist() == rows[1].tolist() == rows[2].tolist()
+    assert (len(inputs.encode([], TOKENIZER)), parts.tokens.dtype) == (0, np.int32)
 
 
 MIXED = ["The cat sits here.", "A dog is there."] * 20
@@ -104,17 +82,17 @@ Check = Callable[[], dict[str, Any]]
 
 
 def casing(texts: list[str], *, allow: bool = False, tokenizer: Any = CASED) -> Check:
-    return lambda: check_casing("a", texts, tokenizer, allow)
+    return lambda: inputs.check_casing("a", texts, tokenizer, allow)
 
 
 def unknown(count: int) -> Check:
     """So many of 100 tokens, of which 5 may be."""
     ids = np.array([TOKENIZER.unknown] * count + [7] * (100 - count))
-    return lambda: check_unknown("a", ids, TOKENIZER, 0.05)
+    return lambda: inputs.check_unknown("a", ids, TOKENIZER, 0.05)
 
 
 def cut(seq_length: int, positions: int, most: float, lengths: list[int] = LENGTHS) -> Check:
-    return lambda: check_truncation("a", np.array(lengths), seq_length, positions, most)
+    return lambda: inputs.check_truncation("a", np.array(lengths), seq_length, positions, most)
 
 
 def classes(ids: list[int], *, trained: bool = True) -> Check:
@@ -123,7 +101,7 @@ def classes(ids: list[int], *, trained: bool = True) -> Check:
 
 def all_of(**settings: Any) -> Check:
     """Lower-case text with unknown tokens, some of it cut, before all checks of a task."""
-    checks = InputChecks(ChecksConfig(**settings), CASED, 8, 16)
+    checks = inputs.InputChecks(ChecksConfig(**settings), CASED, 8, 16)
     ids = np.array(CASED.encode("the 日"))
     return lambda: checks.check("a", LOWER, ids, np.array([4, 9]))
 
@@ -183,8 +161,8 @@ def test_length_and_share_that_pass() -> None:
 
 def test_data_given_twice(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    twice = refusal(lambda: check_apart([a, b, tmp_path / "." / "a"], []))
+    twice = refusal(lambda: inputs.check_apart([a, b, tmp_path / "." / "a"], []))
     assert field_of(twice) == "--train-data"
-    assert field_of(refusal(lambda: check_apart([a], [b, b]))) == "--valid-data"
+    assert field_of(refusal(lambda: inputs.check_apart([a], [b, b]))) == "--valid-data"
     with pytest.warns(UserWarning, match=f"^--valid-data {b} "):
-        check_apart([a, b], [b])
+        inputs.check_apart([a, b], [b])

@@ -1,6 +1,5 @@
 """LAMBADA: the figures of a plain loop over transformers, of both files."""
 
-import json
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,7 @@ from tasks.protocol import Scores
 from tests.data.samples import write_dropping_tokenizer, write_tokenizer, write_tokenizer_json
 from tests.tasks.peer import COUNT, Peer, passages
 from tests.tasks.program import figures_of, without_words
-
-
-def write_json(path: Path, texts: list[str]) -> Path:
-    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
-    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
-    return path
+from tests.tools.corpus.lines import write_jsonl
 
 
 def task_of(file: Path, tokenizer: Tokenizer, positions: int = 64, **data: Any) -> Lambada:
@@ -38,7 +32,8 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return write_json(tmp_path / "two.jsonl", ["in the inn, the thing", "the thing in"])
+    texts = ["in the inn, the thing", "the thing in"]
+    return write_jsonl(tmp_path / "two.jsonl", [{"text": text} for text in texts])
 
 
 @torch.no_grad()
@@ -72,7 +67,7 @@ def reference(peer: Peer, texts: list[str]) -> dict[str, float]:
 
 def test_figures_of_a_plain_loop(peer: Peer, test_data: Path, tmp_path: Path) -> None:
     texts = passages(test_data)
-    file = write_json(tmp_path / "test.jsonl", texts)
+    file = write_jsonl(tmp_path / "test.jsonl", [{"text": text} for text in texts])
     figures = figures_of("LAMBADA", 1, "--valid-data", str(file), "--load", str(peer.checkpoint))
     expected = reference(peer, texts)
     assert {key: figures[key] for key in expected} == pytest.approx(expected, rel=1e-6)
@@ -96,12 +91,6 @@ def test_tokenizer_json(tmp_path: Path, file: Path, tokenizer: Tokenizer) -> Non
         assert begun.prompts.tokens[number][0] == begin
         scored = begun[number].labels[begun[number].first :]
         assert np.array_equal(scored, ours[number].labels[ours[number].first :])
-
-
-def test_plain_text(tmp_path: Path, file: Path, tokenizer: Tokenizer) -> None:
-    (lines := tmp_path / "plain.txt").write_text("in the inn, the thing\nthe thing in\n")
-    one, other = task_of(lines, tokenizer), task_of(file, tokenizer)
-    assert [*map(repr, one.passages)] == [*map(repr, other.passages)]
 
 
 def test_tokenizer_that_drops_the_first_blank(tmp_path: Path, file: Path) -> None:
@@ -136,8 +125,7 @@ def test_whole_releases(test_data: Path, name: str, count: int) -> None:
 def test_spells() -> None:
     for text in (" Helen", " Helen and", " Helen.\n", ' Helen," she'):
         assert spells(text, " Helen"), text
-    others = (" Helen's", " Helena", " Helen2 x", "Helen", "  Helen", "\nHelen", " Hel", "")
-    for text in others:
+    for text in (" Helen's", " Helena", " Helen2 x", "Helen", "  Helen", "\nHelen", " Hel", ""):
         assert not spells(text, " Helen"), text
 
 

@@ -75,11 +75,3 @@ def test_missing_figures_are_told(task: str, figures: list[str], missing: list[s
     with pytest.warns(UserWarning, match="^--compare-paper: "):
         check_figures(task, figures)
     check_figures(task, PAPER[task].figures)  # all of them: no warning
-
-
-def test_units_of_the_paper() -> None:
-    for name, columns in PAPER.items():
-        low, high = (50, 100) if "SQUAD" in name else (0.5, 1) if columns.table == 5 else (0, 1e9)
-        for values in columns.values.values():
-            assert len(values) == len(columns.figures), name
-            assert all(low < each < high for each in values), name

@@ -12,7 +12,6 @@ import pytest
 from megatron.data.tokenizer import BertWordPieceLowerCase
 from tasks.protocol import ChecksConfig, by_evaluation
 from tasks.readers.race import Race, Settings, prepare
-from tasks.score import make_batch
 from tests.refusals import field_of, refusal
 from tests.tasks.made import small_config, wordpiece, write_model
 from tests.tasks.program import result
@@ -98,9 +97,6 @@ def test_cut_options(tmp_path: Path) -> None:
     message = str(refusal(lambda: race(folder, max_qa_length=6)))
     for part in (f"--valid-data {folder}: ", f"--max-qa-length {longest} ", "--max-truncated 0.92"):
         assert part in message
-    with pytest.warns(UserWarning, match="--max-qa-length"):
-        task = race(folder, max_qa_length=6, checks=ChecksConfig(max_truncated=1))
-    assert task.notes["input"]["valid"]["high"]["truncated_options"] == 11
 
 
 def test_levels(tmp_path: Path) -> None:
@@ -128,17 +124,6 @@ def test_levels(tmp_path: Path) -> None:
     counted = tasks["splits"].notes["input"]["train"]
     assert (counted["passages"], counted["questions"]) == (3, 5)
     assert counted["answers"] == {"A": 2, "B": 0, "C": 1, "D": 2}
-
-
-def test_examples(tmp_path: Path) -> None:
-    questions = race(write(tmp_path / "middle", PASSAGE, OTHER)).evaluations["middle"]
-    assert (len(questions.passages), len(questions.options), len(questions)) == (2, 12, 3)
-    assert questions.whole.tolist() == [len(s.tokens) for each in questions for s in each.options]
-    batch = make_batch(list(questions))
-    assert batch.tokens.shape[:2] == (3, 4)
-    assert batch.labels.tolist() == [[0], [3], [2]]
-    with pytest.raises(IndexError):
-        questions[3]
 
 
 def logits_for(answers: str) -> list[Any]:
@@ -187,7 +172,7 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
     assert message.startswith(f"--train-data {folder} ")
 
 
-def test_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_program(tmp_path: Path) -> None:
     pretrained = write_model(tmp_path / "bert", small_config(max_position_embeddings=64))
     for split in ("train", "dev"):
         for level in ("middle", "high"):
@@ -195,7 +180,7 @@ def test_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(tmp_path / "RACE")
     words = ["--load", str(pretrained), "--train-data", folder, "--valid-data", folder]
     words += ["--epochs", "2", "--seq-length", "64", "--compare-paper"]
-    record = result(words, capsys, "RACE")
+    record = result(words, "RACE")
     assert (record["questions"], record["middle_questions"], record["high_questions"]) == (6, 3, 3)
     levels = [record["middle_accuracy"], record["high_accuracy"]]
     assert record["accuracy"] == pytest.approx(sum(levels) / 2)

@@ -11,15 +11,40 @@ from megatron.config.parse import parse
 from megatron.data.tokenizer import build_tokenizer
 from tasks.main import find_module
 from tests.data.samples import write_data, write_tokenizer, write_wordpiece
-from tests.refusals import refusal, refused
+from tests.refusals import by_last_flag, refusal, refused
 from tests.tasks.made import small_config, write_files, write_model
 from tests.tasks.program import FEW, TASK, run
 from tests.tasks.test_race import OTHER, PASSAGE
 from tests.tasks.test_squad import question, squad_of, write_squad, write_v2
 from tests.tiny import tiny_config
 
-# By the field that the error names: arguments after --task, in which {name} is one of `paths`.
-# MADE and the files of `tests/tasks/made.py` stand for any fine-tuned task.
+# Arguments after --task, in which {name} is one of `paths`; MADE and the files of
+# `tests/tasks/made.py` stand for any fine-tuned task. The last flag of each is refused.
+LAST = """
+MADE --answers {near} {valid} --seq-length 20 | {train} --seq-length 25
+MNLI --load {pre} {valid} --seq-length 4 | QQP --load {pre} {valid} --seq-length 2
+RACE --load {pre} {valid} --seq-length 4 | RACE --load {pre} {valid} --max-qa-length 0
+HELDOUT --load {gpt2} --input {near} --train-data {near} --compare-paper
+{train} --compare-paper | MADE --answers {near} {valid} --compare-paper
+{train} --output {folder}/none/x.json | {train} --output {folder} | {judge} --save x
+{judge} --seeds 2 | {judge} --seed 2 | {judge} --lr 1 --clip-grad 2 | {judge} --zero-stage 1
+{judge} --sequence-parallel | {judge} --use-distributed-optimizer | {judge} --search lr=1
+{train} --search seed=1,2 | {train} --search lr | {train} --search lr=high
+{train} --search lr=1 lr=2 | {train} --search lr=1e-3,0 | {train} --lr-warmup-fraction 1.5
+{train} --epochs 0 | {train} --max-truncated 25 | {train} --max-unknown -1
+MADE --answers {near} {valid} --max-unknown 0.5 | MADE --answers {near} {valid} --dtype bf16
+WIKITEXT103 --load {gpt2} {valid} --window 8 --overlapping-eval 0
+WIKITEXT103 --load {gpt2} {valid} --overlapping-eval 17
+WIKITEXT103 --load {gpt2} {valid} --window 17
+SQUAD --valid-data {v2} --predictions {near} --doc-stride 9 | {squad} {v2} --doc-stride 0
+SQUAD --load {pre} --train-data {v2} --valid-data {v2} --save-predictions p
+SQUAD --load {pre} --train-data {v2} --valid-data {v2} --save-null-odds p
+{squad} {v2} --save-predictions {folder}/none/p | {squad} {v2} --predictions {near}
+{squad} {v1} {small} --save-null-odds {folder}/o | {squad} {v2} --na-prob-file {near}
+{squad} {v1} {small} --null-score-diff-threshold 1 | {squad} {v2} --na-prob-thresh 0.5
+{squad} {v2} --max-answer-length 0
+"""
+# By the field that the error names.
 ROWS = {
     "--load": [
         "MADE --load {folder}/none {files}", "MADE --load {gpt2} {files}",
@@ -29,9 +54,6 @@ ROWS = {
         "SQUAD --valid-data {v2}",
     ],
     "--seq-length": [
-        "MADE --answers {near} {valid} --seq-length 20", "{train} --seq-length 25",
-        "MNLI --load {pre} {valid} --seq-length 4", "QQP --load {pre} {valid} --seq-length 2",
-        "RACE --load {pre} {valid} --seq-length 4",
         "RACE --load {pre} {valid} --seq-length 64 --max-qa-length 61",
         "RACE --load {pre} --train-data {near} {valid} --seq-length 20 --max-qa-length 18",
     ],
@@ -43,63 +65,19 @@ ROWS = {
         "PTB --load {pre} {valid}", "tasks.nothing --load {pre} {valid}",
         "os.path --load {pre} {valid}",
     ],
-    "--compare-paper": [
-        "HELDOUT --load {gpt2} --input {near} --train-data {near} --compare-paper",
-        "{train} --compare-paper", "MADE --answers {near} {valid} --compare-paper",
-    ],
     "--valid-data": [
         "{judge} {empty}", "QQP --load {fine} {valid} {folder}/other/near --seq-length 24",
         "{squad} {v2} {v1}",
     ],
-    "--output": ["{train} --output {folder}/none/x.json", "{train} --output {folder}"],
     "{fine}/step_00000012": ["{judge} --head span", "{judge} --names more"],
-    "--seeds": ["{judge} --seeds 2", "MADE --answers {near} {valid} --seeds 5 --lr 3"],
-    "--overlapping-eval": [
-        "WIKITEXT103 --load {gpt2} {valid} --window 8 --overlapping-eval 0",
-        "WIKITEXT103 --load {gpt2} {valid} --overlapping-eval 17",
-    ],
+    "--seeds": ["MADE --answers {near} {valid} --seeds 5 --lr 3"],
     "--train-data": [
         "MADE --load {pre} --train-data {empty} {valid}",
         "SQUAD --load {pre} --train-data {v1} --valid-data {v2} {small}",
     ],
-    "--doc-stride": [
-        "SQUAD --valid-data {v2} --predictions {near} --doc-stride 9",
-        "{squad} {v2} --doc-stride 0",
-    ],
-    "--save-predictions": [
-        "SQUAD --load {pre} --train-data {v2} --valid-data {v2} --save-predictions p",
-        "{squad} {v2} --save-predictions {folder}/none/p",
-    ],
-    "--save-null-odds": [
-        "SQUAD --load {pre} --train-data {v2} --valid-data {v2} --save-null-odds p",
-        "{squad} {v1} {small} --save-null-odds {folder}/o",
-    ],
-    "--save": ["{judge} --save x"],
-    "--seed": ["{judge} --seed 2"],
-    "--search": [
-        "{train} --search seed=1,2", "{train} --search lr", "{train} --search lr=high",
-        "{train} --search lr=1 lr=2", "{train} --search lr=1e-3,0", "{judge} --search lr=1",
-    ],
-    "--clip-grad": ["{judge} --lr 1 --clip-grad 2"],
-    "--sequence-parallel": ["{judge} --sequence-parallel"],
-    "--zero-stage": ["{judge} --zero-stage 1"],
-    "--use-distributed-optimizer": ["{judge} --use-distributed-optimizer"],
-    "--dtype": ["MADE --answers {near} {valid} --dtype bf16"],
-    "--lr-warmup-fraction": ["{train} --lr-warmup-fraction 1.5"],
-    "--epochs": ["{train} --epochs 0"],
-    "--max-truncated": ["{train} --max-truncated 25"],
-    "--max-unknown": [
-        "{train} --max-unknown -1", "MADE --answers {near} {valid} --max-unknown 0.5",
-    ],
-    "--window": ["WIKITEXT103 --load {gpt2} {valid} --window 17"],
-    "--max-qa-length": ["RACE --load {pre} {valid} --max-qa-length 0"],
-    "--predictions": ["{squad} {v2} --predictions {near}"],
-    "--na-prob-file": ["{squad} {v2} --na-prob-file {near}"],
-    "--na-prob-thresh": ["{squad} {v2} --na-prob-thresh 0.5"],
-    "--max-answer-length": ["{squad} {v2} --max-answer-length 0"],
     "--max-query-length": ["{squad} {v2} --seq-length 16"],
-    "--null-score-diff-threshold": ["{squad} {v1} {small} --null-score-diff-threshold 1"],
 }  # fmt: skip
+CASES = [(row, field) for field, rows in ROWS.items() for row in rows] + by_last_flag(LAST)
 
 
 @pytest.fixture(scope="module")
@@ -117,29 +95,22 @@ def paths(
     write_data(folder / "data", [[1, 2, 0]])
     fine, near, given = save / "seed_1234", folder / "near", shlex.join(files)
     return {
-        "pre": str(pretrained),
-        "save": str(save),
-        "fine": str(fine),
-        "alien": str(folder / "saved" / "seed_1234"),
-        "gpt2": str(write_model(folder / "gpt2", tiny_config())),
-        "folder": str(folder),
-        "files": given,
-        "near": str(near),
-        "empty": str(folder / "empty"),
+        "pre": str(pretrained), "save": str(save), "fine": str(fine), "folder": str(folder),
+        "alien": str(folder / "saved" / "seed_1234"), "files": given, "near": str(near),
+        "gpt2": str(write_model(folder / "gpt2", tiny_config())), "empty": str(folder / "empty"),
         "v2": str(write_v2(folder / "v2.json")),
         "v1": str(write_squad(folder / "v1.json", question("q", {"Spain": 12}))),
         "judge": f"{TASK} --load {fine} --valid-data {near}",
         "train": f"{TASK} --load {pretrained} {given}",
-        "squad": f"SQUAD --load {fine} --valid-data",
-        "valid": f"--valid-data {near}",
+        "squad": f"SQUAD --load {fine} --valid-data", "valid": f"--valid-data {near}",
         "small": "--seq-length 24 --max-query-length 8",
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("field", "words"), [(x, each) for x in ROWS for each in ROWS[x]])
+@pytest.mark.parametrize(("words", "field"), CASES)
 def test_settings(
-    paths: dict[str, str], monkeypatch: pytest.MonkeyPatch, field: str, words: str
+    paths: dict[str, str], monkeypatch: pytest.MonkeyPatch, words: str, field: str
 ) -> None:
     monkeypatch.chdir(paths["folder"])  # in which what works may write
     given = words.format(**paths).replace("MADE ", f"{TASK} ")

@@ -56,9 +56,13 @@ def squad_of(*questions: dict[str, Any], passage: str = PASSAGE) -> dict[str, An
     return {"version": "any", "data": [{"title": "Rain", "paragraphs": paragraphs}]}
 
 
-def write_squad(file: Path, *questions: dict[str, Any], passage: str = PASSAGE) -> Path:
-    file.write_text(json.dumps(squad_of(*questions, passage=passage)), encoding="utf-8")
+def write_json(file: Path, content: Any) -> Path:
+    file.write_text(json.dumps(content), encoding="utf-8")
     return file
+
+
+def write_squad(file: Path, *questions: dict[str, Any], passage: str = PASSAGE) -> Path:
+    return write_json(file, squad_of(*questions, passage=passage))
 
 
 def write_v2(file: Path) -> Path:
@@ -196,8 +200,7 @@ def test_windows_are_labelled(tmp_path: Path) -> None:
         ("stays mainly in the", "[CLS]"),
         ("in the plain.", "[CLS]"),
     ]
-    assert windows.without_answer == 3
-    assert windows.cut_answers == 0
+    assert (windows.without_answer, windows.cut_answers) == (3, 0)
 
 
 def test_unlabelled_questions(tmp_path: Path) -> None:
@@ -220,10 +223,7 @@ def test_unlabelled_questions(tmp_path: Path) -> None:
 def test_cut_questions_and_answers(tmp_path: Path) -> None:
     squad = read(tmp_path, question("q", {"in Spain stays": 9}), question("r", {"The": 0}))
     windows = make_windows(squad, TOKENIZER, shape(8, first=2), 9, training=True)
-    assert texts(windows)[:2] == [
-        ("the rain in", "[CLS]"),
-        ("spain stays mainly", "[CLS]"),
-    ]
+    assert texts(windows)[:2] == [("the rain in", "[CLS]"), ("spain stays mainly", "[CLS]")]
     assert windows.cut_answers == 1
     assert all(len(each.options[0].tokens) <= 8 for each in windows)
 
@@ -271,14 +271,7 @@ def test_best_spans(squad: Squad) -> None:
     assert seen == {1, 2, 3}
 
 
-def test_best_contexts() -> None:
-    table = np.array([[0, 6], [2, 8], [4, 9]])
-    allowed = best_contexts(table)
-    # Token 3 has 2 tokens after it in the first window, and 1 before it in the second.
-    assert [np.flatnonzero(each).tolist() for each in allowed] == [[0, 1, 2, 3], [2, 3], [2, 3, 4]]
-    # Token 3 has 1 token at its poorer side in both, and the second window is the longer one.
-    allowed = best_contexts(np.array([[0, 5], [2, 10]]))
-    assert [np.flatnonzero(each).tolist() for each in allowed] == [[0, 1, 2], [1, 2, 3, 4, 5, 6, 7]]
+def test_best_contexts_of_unequal_windows() -> None:
     # A long window has no say in the tokens after its end.
     assert best_contexts(np.array([[0, 300], [290, 302]]))[1][-2:].all()
 
@@ -303,21 +296,13 @@ def test_real_questions_are_read_back(test_data: Path) -> None:
 # Figures
 
 
-def write_json(file: Path, content: Any) -> Path:
-    file.write_text(json.dumps(content), encoding="utf-8")
-    return file
-
-
 def test_official_figures(test_data: Path) -> None:
     folder = test_data / "squad"
     squad = read_squad("--valid-data", folder / "dev-v2.0.json")
     found = score_file(squad, folder / "bert_single_v2.0_predictions.json", None, 1.0)
-    assert round(found["exact_match"], 3) == 78.742
-    assert round(found["f1"], 3) == 81.775
-    assert found["questions"] == 11873
-    assert found["has_answer_questions"] == 5928
-    assert found["no_answer_questions"] == 5945
-    assert found["missing_predictions"] == 0
+    assert (round(found["exact_match"], 3), round(found["f1"], 3)) == (78.742, 81.775)
+    counted = [found[f"{kind}questions"] for kind in ("", "has_answer_", "no_answer_")]
+    assert (*counted, found["missing_predictions"]) == (11873, 5928, 5945, 0)
 
 
 @pytest.mark.parametrize(
@@ -350,34 +335,22 @@ def test_no_answer(squad: Squad) -> None:
     # Nothing is left of "the", and the official scorer takes it for no answer.
     assert mark(squad, {"snow": "the"}).f1.tolist() == [0, 0, 1, 0]
     assert figures(squad, marks) == {
-        "questions": 4,
-        "has_answer_questions": 2,
-        "has_answer_exact_match": 50.0,
-        "has_answer_f1": 50.0,
-        "no_answer_questions": 2,
-        "no_answer_exact_match": 50.0,
-        "no_answer_f1": 50.0,
-        "exact_match": 50.0,
-        "f1": 50.0,
-    }
+        "questions": 4, "exact_match": 50.0, "f1": 50.0,
+        "has_answer_questions": 2, "has_answer_exact_match": 50.0, "has_answer_f1": 50.0,
+        "no_answer_questions": 2, "no_answer_exact_match": 50.0, "no_answer_f1": 50.0,
+    }  # fmt: skip
     closed = unanswered(squad, marks, np.array([False, True, False, True]))
     assert closed.exact.tolist() == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("answers", "more", "marks"),
-    [
-        ({"The": 0, "Spain": 12}, {}, (1, 0)),
-        ({"The": 0, "Spain": 12}, {"is_impossible": False}, (0, 0)),
-        ({"The": 0}, {"is_impossible": False}, (1, 1)),
-    ],
-)
-def test_answers_of_articles(
-    tmp_path: Path, answers: dict[str, int], more: dict[str, bool], marks: tuple[int, int]
-) -> None:
+def test_answers_of_articles(tmp_path: Path) -> None:
     """Nothing is left of "the"; the versions differ in what counts then."""
-    found = mark(read(tmp_path, question("q", answers, **more)), {"q": "the"})
-    assert (found.exact[0], found.f1[0]) == marks
+    has_answer = {"is_impossible": False}
+    rows: list[Any] = [({"Spain": 12}, {}, (1, 0)), ({"Spain": 12}, has_answer, (0, 0)),
+                       ({}, has_answer, (1, 1))]  # fmt: skip
+    for answers, more, marks in rows:
+        found = mark(read(tmp_path, question("q", {"The": 0, **answers}, **more)), {"q": "the"})
+        assert (found.exact[0], found.f1[0]) == marks
 
 
 def test_best_threshold(squad: Squad) -> None:
@@ -405,21 +378,18 @@ def test_na_prob_file(squad: Squad, tmp_path: Path) -> None:
     odds = {"plain": 0.1, "spain": 0.6, "snow": 0.4, "hail": 0.9}
     files = write_json(tmp_path / "said.json", said), write_json(tmp_path / "odds.json", odds)
     found = score_file(squad, *files, 0.5)
-    assert found["exact_match"] == 50  # plain, hail
-    assert found["has_answer_exact_match"] == 50
-    assert found["best_exact"] == 75
-    assert found["best_exact_threshold"] == 0.1
+    assert (found["exact_match"], found["has_answer_exact_match"]) == (50, 50)  # plain, hail
+    assert (found["best_exact"], found["best_exact_threshold"]) == (75, 0.1)
     assert score_file(squad, *files, 0.6)["has_answer_exact_match"] == 100
-    assert score_file(squad, *files, 1.0)["exact_match"] == 50
-    assert score_file(squad, *files, 1.0)["no_answer_exact_match"] == 0
+    found = score_file(squad, *files, 1.0)
+    assert (found["exact_match"], found["no_answer_exact_match"]) == (50, 0)
 
 
 def test_missing_predictions(squad: Squad, tmp_path: Path) -> None:
     file = write_json(tmp_path / "said.json", {"plain": "plain", "snow": "", "fog": "rain"})
     with pytest.warns(UserWarning, match="said.json") as warned:
         found = score_file(squad, file, None, 1.0)
-    assert len(warned) == 2
-    assert found["missing_predictions"] == 2
+    assert len(warned) == found["missing_predictions"] == 2
     assert found["exact_match"] == 50
 
 
@@ -442,19 +412,10 @@ EVERY = dict.fromkeys(IDS, "")
 def test_answer_files_are_refused(
     squad: Squad, tmp_path: Path, said: Any, odds: Any, named: str, question: str
 ) -> None:
-    files = [write_json(tmp_path / "said.json", said)]
-    files.append(None if odds is None else write_json(tmp_path / "odds.json", odds))
-    error = refusal(lambda: score_file(squad, *files, 1.0))
+    other = None if odds is None else write_json(tmp_path / "odds.json", odds)
+    error = refusal(lambda: score_file(squad, write_json(tmp_path / "said.json", said), other, 1.0))
     assert field_of(error) == named
     assert question in str(error)
-
-
-def test_no_odds_for_the_first_version(tmp_path: Path) -> None:
-    squad = read(tmp_path, question("q", {"The": 0}))
-    said, odds = ({"q": "The"}, {"q": 1})
-    files = write_json(tmp_path / "said.json", said), write_json(tmp_path / "odds.json", odds)
-    assert field_of(refusal(lambda: score_file(squad, *files, 1.0))) == "--na-prob-file"
-    assert score_file(squad, files[0], None, 1.0)["exact_match"] == 100
 
 
 # The task
@@ -478,10 +439,8 @@ def logits_of(task: SquadTask, answered: float) -> list[Any]:
 
 
 def test_task(tmp_path: Path) -> None:
-    train = write_squad(
-        tmp_path / "train.json", question("q", {"the plain": 34}, is_impossible=False)
-    )
-    task = make_task(tmp_path, train_data=(train,))
+    only = question("q", {"the plain": 34}, is_impossible=False)
+    task = make_task(tmp_path, train_data=(write_squad(tmp_path / "train.json", only),))
     assert (task.head, task.labels, task.best) == ("span", (), "f1")
     assert task.paper == "SQUAD 2.0"
     assert all(len(example.label) == 2 for example in task.train)
@@ -519,12 +478,14 @@ def test_first_version_always_answers(tmp_path: Path) -> None:
     figures = task.score({"": logits_of(task, -9)})
     assert figures == {"questions": 1, "exact_match": 100, "f1": 100}
     assert task.conventions.keys() == figures.keys()
+    files = [write_json(tmp_path / f"{each}.json", {"q": each}) for each in ("The", 1)]
+    error = refusal(lambda: score_file(read_squad("--valid-data", file), *files, 1.0))
+    assert field_of(error) == "--na-prob-file"
 
 
 def test_predictions_of_misplaced_answers(tmp_path: Path) -> None:
     file = write_squad(tmp_path / "dev.json", question("q", {"snow": 3}))
-    said = tmp_path / "said.json"
-    said.write_text('{"q": "Snow"}', encoding="utf-8")
+    said = write_json(tmp_path / "said.json", {"q": "Snow"})
     with pytest.warns(UserWarning, match="dev.json"):
         found = score_only(Settings(valid_data=(file,), predictions=said))
     assert found["exact_match"] == 100
@@ -548,57 +509,46 @@ RAIN = ["rain", *(f"w{each}" for each in "abcdefghijklmnopqrst")]
 CUT = ["--seq-length", "24", "--max-query-length", "4", "--doc-stride", "8"]
 
 
-def write_questions(file: Path, count: int, seed: int) -> Path:
+def write_questions(file: Path, count: int, seed: int) -> str:
     """Where a passage has rain, if it has; most passages are longer than a window."""
-    paragraphs = [
-        paragraph(np.random.default_rng([seed, each]), str(each)) for each in range(count)
-    ]
-    file.write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}), encoding="utf-8")
-    return file
+    paragraphs = []
+    for number in range(count):
+        random = np.random.default_rng([seed, number])
+        words = [RAIN[each] for each in random.integers(1, len(RAIN), size=30)]
+        has_answer = bool(random.integers(2))
+        if has_answer:
+            words[random.integers(30)] = "Rain"
+        answers = {"Rain": " ".join(words).index("Rain")} if has_answer else {}
+        asked = question(str(number), answers, is_impossible=not has_answer)
+        paragraphs.append({"context": " ".join(words), "qas": [{**asked, "question": "Rain?"}]})
+    return str(write_json(file, {"data": [{"paragraphs": paragraphs}]}))
 
 
-def paragraph(random: np.random.Generator, name: str) -> dict[str, Any]:
-    words = [RAIN[each] for each in random.integers(1, len(RAIN), size=30)]
-    has_answer = bool(random.integers(2))
-    if has_answer:
-        words[random.integers(30)] = "Rain"
-    passage = " ".join(words)
-    answers = {"Rain": passage.index("Rain")} if has_answer else {}
-    asked = question(name, answers, is_impossible=not has_answer)
-    return {"context": passage, "qas": [{**asked, "question": "Rain?"}]}
-
-
-def test_trained_evaluated_and_scored_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trained_evaluated_and_scored_alone(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", words=RAIN)
-    train, dev = (
-        str(write_questions(tmp_path / f"{name}.json", count, seed))
-        for seed, (name, count) in enumerate({"train": 96, "dev": 24}.items())
-    )
+    train = write_questions(tmp_path / "train.json", 96, 0)
+    dev = write_questions(tmp_path / "dev.json", 24, 1)
     save, said, odds = tmp_path / "save", tmp_path / "said.json", tmp_path / "odds.json"
     flags = ["--load", str(model), "--train-data", train, "--valid-data", dev, *CUT, "--lr", "3e-3"]
     sizes = ["--global-batch-size", "16", "--micro-batch-size", "16"]
-    tuned = result([*flags, *sizes, "--epochs", "3", "--save", str(save)], capsys, "SQUAD")
+    tuned = result([*flags, *sizes, "--epochs", "3", "--save", str(save)], "SQUAD")
     assert tuned["notes"]["input"]["train"]["windows"] > 200
     assert tuned["f1"] > 60 > 100 * tuned["no_answer_questions"] / tuned["questions"]
 
     flags = ["--load", tuned["seeds"][0]["checkpoints"]["last"], "--valid-data", dev, *CUT]
     saves = ["--save-predictions", str(said), "--save-null-odds", str(odds)]
-    asked = result([*flags, *saves], capsys, "SQUAD")
+    asked = result([*flags, *saves], "SQUAD")
     assert {key: asked[key] for key in asked["conventions"]} == pytest.approx(
         {key: tuned[key] for key in asked["conventions"]}, rel=1e-5
     )
     assert json.loads(odds.read_text(encoding="utf-8")).keys() == {str(n) for n in range(24)}
     words = ["--valid-data", dev, "--predictions", str(said)]
-    alone = result(words, capsys, "SQUAD")
+    alone = result(words, "SQUAD")
     shared = alone["conventions"].keys() & asked.keys()
     assert {"f1", "has_answer_f1", "no_answer_f1", "exact_match"} < shared
     assert {key: asked[key] for key in shared} == {key: alone[key] for key in shared}
     assert [Path(each["file"]).name for each in alone["data"]] == ["dev.json", "said.json"]
-    by_odds = result(
-        [*words, "--na-prob-file", str(odds), "--na-prob-thresh", "0"], capsys, "SQUAD"
-    )
+    by_odds = result([*words, "--na-prob-file", str(odds), "--na-prob-thresh", "0"], "SQUAD")
     shared = {key for key in by_odds["conventions"].keys() & asked.keys() if "best" not in key}
     assert {key: by_odds[key] for key in shared} == {key: asked[key] for key in shared}
-    assert "--lr" in "".join(warnings_of([*words, "--lr", "3", "--epochs", "9"], capsys, "SQUAD"))
+    assert "--lr" in "".join(warnings_of([*words, "--lr", "3", "--epochs", "9"], "SQUAD"))

@@ -18,17 +18,6 @@ from tests.tasks.peer import POSITIONS, Peer, some_articles
 from tests.tasks.program import figures_of, without_words
 
 
-@pytest.fixture
-def file(tmp_path: Path, test_data: Path) -> Path:
-    path = tmp_path / "wiki.tokens"
-    path.write_text(some_articles(test_data), encoding="utf-8")
-    return path
-
-
-def flags(file: Path, peer: Peer, *more: str) -> list[str]:
-    return ["--valid-data", str(file), "--load", str(peer.checkpoint), *more]
-
-
 def nll_of_stream(peer: Peer, ids: list[int], length: int, stride: int) -> float:
     """The loop of the paper's appendix E: each token but the first once, in windows that start
     at the multiples of the stride."""
@@ -60,8 +49,11 @@ def nll_alone(peer: Peer, ids: list[int], length: int) -> float:
 
 
 @pytest.mark.parametrize(("length", "stride"), [(POSITIONS, POSITIONS), (96, 20)])
-def test_figures_of_a_plain_loop(peer: Peer, file: Path, length: int, stride: int) -> None:
-    text = file.read_text(encoding="utf-8")
+def test_figures_of_a_plain_loop(
+    peer: Peer, test_data: Path, tmp_path: Path, length: int, stride: int
+) -> None:
+    text, file = some_articles(test_data), tmp_path / "wiki.tokens"
+    file.write_text(text, encoding="utf-8")
     ids = peer.encode(detokenise(text))
     nll = nll_of_stream(peer, ids, length, stride)
     articles = cut_articles(text)
@@ -80,15 +72,16 @@ def test_figures_of_a_plain_loop(peer: Peer, file: Path, length: int, stride: in
         "bits_per_byte_per_document": alone / log(2) / sum(len(a.encode()) for a in articles),
         "nll": nll,
     }
-    more = ["--window", str(length), "--overlapping-eval", str(stride), "--per-document"]
-    figures = figures_of("WIKITEXT103", 1, *flags(file, peer, *more))
+    words = ["--valid-data", str(file), "--load", str(peer.checkpoint), "--window", str(length)]
+    words += ["--overlapping-eval", str(stride), "--per-document"]
+    figures = figures_of("WIKITEXT103", 1, *words)
     assert {key: figures[key] for key in expected} == pytest.approx(expected, rel=1e-6)
     assert (figures["num_tokens"], figures["num_scored_tokens"]) == (len(ids), len(ids) - 1)
     assert (figures["window"], figures["stride"]) == (length, stride)
     assert figures["num_documents"] == len(articles) == 3
     assert len(without_words(figures)) == 19
     json.dumps(figures)
-    once = figures_of("WIKITEXT103", 1, *flags(file, peer, *more[:-1]))  # the stream alone
+    once = figures_of("WIKITEXT103", 1, *words[:-1])  # the stream alone
     kept = {key: figures[key] for key in without_words(once)}
     assert without_words(once) == pytest.approx(kept, rel=1e-12)
     assert {key for key in without_words(figures) if "per_document" in key} == {
