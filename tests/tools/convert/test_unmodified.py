@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch import Tensor
 from transformers import GenerationConfig
 
 from megatron.checkpoint.format import read_manifest
@@ -19,22 +18,16 @@ from megatron.train.evaluate import load_newest
 from tests.data.samples import write_data_of_tokenizer
 from tests.dist import Pool
 from tests.models.test_hf_weights import CASES, config_of, rewrite, state_of, write_folder
-from tests.programs import newest, pretrain
+from tests.programs import finished, newest
 from tests.refusals import field_of, refusal
 from tests.tiny import VOCABULARY
-from tests.tools.convert.models import (
-    assert_same_weights,
-    change_json,
-    json_of,
-    weights_of,
-    write_model,
-)
+from tests.tools.convert import models
 from tests.tools.texts import generated, texts_of_transformers
 from tools.convert.compare import compare_logits
 from tools.convert.exporting import write_unmodified
 from tools.convert_hf import export_model
 
-STILL = "--lr 1e-30 --min-lr 0 --weight-decay 0 --lr-warmup-iters 0 --lr-decay-iters 4"
+RATES = "--lr 1e-2 --lr-warmup-iters 0 --lr-decay-iters 4"
 
 
 def save(folders: dict[str, str], to: str, tensor_size: int) -> None:
@@ -76,10 +69,10 @@ def test_export(made: dict[str, tuple[Path, Path]], tmp_path: Path, name: str) -
     export_model(str(checkpoints), tmp_path / "back")  # compares the logits
     by_them = tmp_path / "by_them"
     getattr(transformers, CASES[name].auto_class).from_pretrained(folder).save_pretrained(by_them)
-    assert_same_weights(by_them, tmp_path / "back")
+    models.assert_same_weights(by_them, tmp_path / "back")
     if CASES[name].saved_class is None:
-        assert_same_weights(folder, tmp_path / "back")
-    ours, theirs = (json_of(each / "config.json") for each in (tmp_path / "back", by_them))
+        models.assert_same_weights(folder, tmp_path / "back")
+    ours, theirs = (models.json_of(each / "config.json") for each in (tmp_path / "back", by_them))
     assert {key: value for key, value in theirs.items() if key in ours} == ours
     assert ours["architectures"] == theirs["architectures"]
     generation = "generation_config.json"
@@ -104,19 +97,15 @@ def test_several_files(made: dict[str, tuple[Path, Path]], tmp_path: Path) -> No
     checkpoint = load_newest([newest(checkpoints)], serial_mesh())[0]
     write_unmodified(tmp_path, checkpoint, shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
-    assert_same_weights(folder, tmp_path)
+    models.assert_same_weights(folder, tmp_path)
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def damaged(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: x * 1.0001 if "ln_f" in key else x for key, x in tensors.items()}
 
 
 def test_compare(made: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     _, checkpoints = made["GPT-2"]
     checkpoint = load_newest([newest(checkpoints)], serial_mesh())[0]
     write_unmodified(tmp_path, checkpoint)
-    rewrite(tmp_path, damaged)
+    rewrite(tmp_path, lambda old: {key: x * (1 + 1e-4 * ("ln_f" in key)) for key, x in old.items()})
     error = refusal(lambda: compare_logits(newest(checkpoints), tmp_path, None))
     assert field_of(error) == str(newest(checkpoints))
 
@@ -124,14 +113,14 @@ def test_compare(made: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoints of a GPT-2 with a tokenizer that was fine-tuned by the program at two ranks
-    with ZeRO, resumed at one without its folder, and never changed; "hf" beside it is the folder
-    and "exported" the export."""
+    with ZeRO, and resumed at one without its folder; "hf" beside it is the folder and "exported"
+    the export."""
     place = tmp_path_factory.mktemp("tuned")
     numbers = np.random.default_rng(0)
     documents = [[*numbers.integers(260, size=200).tolist(), 260] for _ in range(8)]
     write_data_of_tokenizer(place / "text_document", documents)
-    moved = shutil.copytree(write_model(place / "hf"), place / "moved")
-    words = f"{STILL} --save {place / 'run'}"
+    moved = shutil.copytree(models.write_model(place / "hf"), place / "moved")
+    words = f"{RATES} --save {place / 'run'}"
     train(place, moved, f"{words} --train-iters 2 --zero-stage 3", world=2)
     shutil.rmtree(moved)
     train(place, moved, f"{words} --train-iters 4 --load {place / 'run'}")
@@ -139,51 +128,33 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "run"
 
 
-def train(place: Path, folder: Path, words: str, world: int = 1, code: int = 0) -> str:
+def train(place: Path, folder: Path, words: str, **more: int) -> str:
     """Run the program on the data in this place; returns what it printed."""
-    with pretrain(
-        words,
-        world=world,
-        folder=place,
-        program="pretrain",
-        data=place / "text_document",
-        shape=f"--model huggingface --hf-model {folder}",
-    ) as started:
-        assert started.wait() == [code] * world, started.text()
-        return started.text()
+    data, shape = place / "text_document", f"--model huggingface --hf-model {folder}"
+    return finished(words, folder=place, program="pretrain", data=data, shape=shape, **more)
 
 
-def test_runs(tuned: Path) -> None:
-    """The export has all files of the folder, which is gone, and every bit of the weights."""
+def test_runs(tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The export has all files of the folder, which is gone, every weight has moved, and a text of
+    the checkpoint is that of the export."""
     assert read_manifest(newest(tuned))["counters"]["step"] == 4
     folder, back = tuned.with_name("hf"), tuned.with_name("exported")
     names = {each.name for each in folder.iterdir()}
     assert names == {each.name for each in back.iterdir()}
     for name in names - {"config.json", "model.safetensors"}:
         assert (folder / name).read_bytes() == (back / name).read_bytes(), name
-    assert_same_weights(folder, back)
+    before, after = models.weights_of(folder), models.weights_of(back)
+    assert after.keys() == {name for name in before if not torch.equal(after[name], before[name])}
+    prompts = ["the", "in the"]
+    asked = ["--prompt", *prompts, "--greedy", "--max-new-tokens", "5"]
+    tokens = [record["tokens"] for record in generated(capsys, tuned, *asked)]
+    assert tokens == texts_of_transformers(back, prompts, new=5)
 
 
 def test_resume_of_another_model(tuned: Path, tmp_path: Path) -> None:
     other = shutil.copytree(tuned.with_name("hf"), tmp_path / "other")
-    change_json(other / "config.json", layer_norm_epsilon=0.1)
-    words = f"{STILL} --train-iters 6 --load {tuned}"
+    models.change_json(other / "config.json", layer_norm_epsilon=0.1)
+    words = f"{RATES} --train-iters 6 --load {tuned}"
     said = train(tuned.parent, other, words, code=2)
     assert field_of(said) == "--hf-model"
     assert all(each in said for each in ("layer_norm_epsilon", "0.1", "1e-05"))
-
-
-def test_generated_text(tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A text of the checkpoint is that of the export, after weights have moved."""
-    folder, run, back = tuned.with_name("hf"), tmp_path / "run", tmp_path / "exported"
-    words = "--lr 1e-2 --lr-warmup-iters 0 --train-iters 2 --zero-stage 3"
-    train(tuned.parent, folder, f"{words} --save {run}", world=2)
-    export_model(str(run), back)
-    before, after = weights_of(folder), weights_of(back)
-    moved = {name for name, each in after.items() if not torch.equal(each, before[name])}
-    assert moved == after.keys()
-    prompts = ["the", "in the"]
-    asked = ["--prompt", *prompts, "--greedy", "--max-new-tokens", "5"]
-    records = generated(capsys, run, *asked)
-    expected = texts_of_transformers(back, prompts, new=5)
-    assert [record["tokens"] for record in records] == expected
