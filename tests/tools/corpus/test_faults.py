@@ -20,7 +20,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.json_lines import LONGEST_LINE, find_shards, open_shard
 from tests.data.samples import write_tokenizer
 from tests.dist import PRELOADED
-from tests.tools.corpus.lines import content, manifest, read_jsonl, stages, write_jsonl
+from tests.tools.corpus.lines import content, duplicates, manifest, read_jsonl, stages, write_jsonl
 from tests.tools.corpus.test_files import BAD, EMPTY
 from tools.corpus.settings import program
 
@@ -39,26 +39,28 @@ class Step(NamedTuple):
 
     @property
     def module(self) -> str:
-        return (
-            f"tools.{self.name}" if self.name == "preprocess_data" else f"tools.corpus.{self.name}"
-        )
+        return f"tools.{'' if self.is_program else 'corpus.'}{self.name}"
 
-    def argv(
-        self, inputs: list[Path], output: Path, unit: str = "8KB", workers: int = 1
-    ) -> list[str]:
-        unit_flag = "--shard-size" if self.name == "preprocess_data" else "--unit"
-        own = [flag.replace("FOLDER", str(output.parent / "settings")) for flag in self.flags]
-        own += [unit_flag, unit, "--workers", str(workers)]
-        return ["--input", *map(str, inputs), "--output", str(output), *own]
+    @property
+    def is_program(self) -> bool:
+        return self.name == "preprocess_data"
 
-    def run(self, inputs: list[Path], output: Path, *flags: str, **more: Any) -> dict[str, Any]:
+    def run(
+        self, inputs: list[Path], output: Path, *flags: str, unit: str = "8KB", workers: int = 1
+    ) -> dict[str, Any]:
         """Here; the manifest, if it came to one."""
-        write_settings(output.parent / "settings")
-        argv = [*self.argv(inputs, output, **more), *flags]
-        if self.name == "preprocess_data":
-            import_module(self.module).main(argv)
+        settings = output.parent / "settings"  # files that flags name
+        settings.mkdir(exist_ok=True)
+        write_tokenizer(settings)
+        passages = [passage(k)[50:300] for k in range(0, 100, 9)]
+        (settings / "eval.txt").write_text("\n\n".join(passages))
+        words = ["--input", *map(str, inputs), "--output", str(output), "--workers", str(workers)]
+        words += ["--shard-size" if self.is_program else "--unit", unit]
+        words += [flag.replace("FOLDER", str(settings)) for flag in (*self.flags, *flags)]
+        if self.is_program:
+            import_module(self.module).main(words)
         else:
-            program(self.module, argv)
+            program(self.module, words)
         return manifest(output) if (output / "manifest.json").exists() else {}
 
 
@@ -81,13 +83,6 @@ every_step = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def passage(k: int) -> str:
     """A few sentences of English, other ones for every k."""
     return TEXT[700 * k : 700 * k + 400 + 37 * k % 300]
-
-
-def write_settings(folder: Path) -> None:
-    """Files that flags name."""
-    folder.mkdir(exist_ok=True)
-    write_tokenizer(folder)
-    (folder / "eval.txt").write_text("\n\n".join(passage(k)[50:300] for k in range(0, 100, 9)))
 
 
 def documents(count: int = 100) -> list[dict[str, Any]]:
@@ -136,16 +131,12 @@ def distribute(lines: list[bytes], folder: Path, ending: str) -> list[Path]:
     return paths
 
 
-def markers(output: Path) -> int:
-    return sum(1 for _ in output.glob(".work/*/*.done.json"))
-
-
 def work(step: Step, inputs: list[Path], output: Path, at: int, open_file: bool) -> None:
     """Dies at the first file that is put in place after `at` tasks, of a task's output if
     open_file."""
 
     def die(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "os.rename" and markers(output) >= at:
+        if event == "os.rename" and len(list(output.glob(".work/*/*.done.json"))) >= at:
             is_output = not str(arguments[1]).endswith(".done.json")
             if is_output or not open_file:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -231,11 +222,11 @@ def test_shares_and_a_last_run_write_what_one_run_writes(
     step: Step, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     inputs, whole = undisturbed(step)
-    for name, shares in (("a", ["1/2", "0/2"] * 3), ("b", ["2/3"])):
+    for output, shares in ((tmp_path / "a", ["1/2", "0/2"] * 3), (tmp_path / "b", ["2/3"])):
         for share in shares:
-            assert not step.run(inputs, tmp_path / name, "--shard", share)
-        step.run(inputs, tmp_path / name)
-        assert content(tmp_path / name) == content(whole)
+            assert not step.run(inputs, output, "--shard", share)
+        step.run(inputs, output)
+        assert content(output) == content(whole)
 
 
 def kept(output: Path) -> list[Any]:
@@ -263,21 +254,11 @@ def test_one_shard_or_many_give_the_same_documents(step: Step, tmp_path: Path) -
         output.parent.mkdir()
         facts = step.run(inputs, output, unit=unit)
         facts = {each: facts[each] for each in ("input", "output", "dropped", "pieces")}
-        results.append((facts, kept(output), sorted(duplicates(output))))
+        results.append((facts, kept(output), sorted(map(json.dumps, duplicates(output)))))
     assert results[0][1]
     assert len(results[0][1]) == results[0][0]["output"]["documents"]
     for other in results[1:]:
         assert other == results[0]
-
-
-def duplicates(output: Path) -> list[str]:
-    """Lines of duplicates.jsonl, if there is one, without where the documents were."""
-    path = output / "duplicates.jsonl"
-    lines = read_jsonl(path) if path.exists() else []
-    return [
-        json.dumps({k: v for k, v in line.items() if not k.endswith(("file", "offset"))})
-        for line in lines
-    ]
 
 
 def bad_input(step: Step, folder: Path) -> tuple[list[Path], list[tuple[str, int]], int]:
@@ -306,15 +287,11 @@ def bad_input(step: Step, folder: Path) -> tuple[list[Path], list[tuple[str, int
         file.seek(0, os.SEEK_END)
         file.write(b"\n" + good[-2] + b"\n")
     (folder / f"d{ending}").touch()
-    rest = good[len(good) // 2 : -2]
-    packed = gzip.compress(b"".join(line + b"\n" for line in rest), mtime=0)
-    (folder / f"e{ending}.gz").write_bytes(packed)
-    cut = gzip.compress(b"".join(line + b"\n" for line in good), 0, mtime=0)
-    (folder / f"f{ending}.gz").write_bytes(cut[:-300])  # the last line, which is longer, goes
-    before = b"".join(line + b"\n" for line in good)
-    whole = before[: len(cut) - 300 - 10 - 5].rpartition(b"\n")[0].count(b"\n") + 1
-    places.append((f"f{ending}.gz", sum(len(line) + 1 for line in good[:whole])))
-    return sorted(folder.iterdir()), places, len(good) // 2 + 2 + len(rest) + whole
+    rest = b"".join(line + b"\n" for line in good[len(good) // 2 : -2])
+    packed = gzip.compress(rest, mtime=0)
+    (folder / f"e{ending}.gz").write_bytes(packed + packed[:5])  # of a second part, cut short
+    places.append((f"e{ending}.gz", len(rest)))
+    return sorted(folder.iterdir()), places, len(good)
 
 
 @every_step

@@ -47,13 +47,10 @@ def cluster() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("where", "fault", "kind"),
     [
-        ("pool", "none", None),
-        ("pool", "kill-once", None),
-        ("pool", "kill-always", RuntimeError),
-        ("pool", "raise", ValueError),
-        ("dask", "kill-always", RuntimeError),
+        ("pool", "none", None), ("pool", "kill-once", None), ("pool", "raise", ValueError),
+        ("pool", "kill-always", RuntimeError), ("dask", "kill-always", RuntimeError),
     ],
-)
+)  # fmt: skip
 def test_workers_that_fail_change_nothing(
     where: str, fault: str, kind: type[Exception] | None, tmp_path: Path,
     expected: dict[str, bytes], request: pytest.FixtureRequest,
