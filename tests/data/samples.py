@@ -3,7 +3,7 @@
 import json
 import string
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -110,13 +110,11 @@ def write_data(
     return write_sentences(prefix, whole, tokenizer_type="test", is_split=False, eod=eod, **facts)
 
 
-def stage_shards(
-    folder: Path, shards: Sequence[Sequence[Any]], write: Callable[..., Description] = write_data
-) -> tuple[list[str], Description]:
+def stage_shards(folder: Path, shards: Sequence[Sequence[Any]]) -> tuple[list[str], Description]:
     """(prefixes of pairs that move_data_set() can join, the Description of the whole)."""
     (folder / "staged").mkdir(exist_ok=True)
     prefixes = [folder / "staged" / str(number) for number in range(len(shards))]
-    found = [write(prefix, shard) for prefix, shard in zip(prefixes, shards, strict=True)]
+    found = [write_data(prefix, shard) for prefix, shard in zip(prefixes, shards, strict=True)]
     return [str(prefix) for prefix in prefixes], join_descriptions(found)
 
 
