@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 # Imports that take seconds: torch._dynamo where work is counted, recomputed or compiled, numba in
-# the steps of a corpus. What is not there is left out.
+# the steps of a corpus. Missing ones are left out.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "transformers.modeling_utils", "numba"]
 PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "bert")]
 PRELOADED += ["megatron.train.loop", "megatron.train.pretrain", "benchmarks.peers"]

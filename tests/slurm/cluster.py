@@ -157,7 +157,7 @@ class Cluster:
         slurmd.wait()
 
     def set_down(self, node: str) -> None:
-        """What Slurm does with a node that no longer answers, after half a minute of asking."""
+        """Sets the state that Slurm gives a node which has not answered for half a minute."""
         self.ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=killed")
 
     def kill_members(self, **variables: str) -> None:

@@ -26,7 +26,7 @@ def run(words: list[str]) -> None:
 
 
 def printed(words: list[str], task: str = TASK) -> tuple[str, str]:
-    """What a command prints to stdout, and to stderr."""
+    """Output of a command: stdout, and stderr."""
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         run([task, *words])
     return out.getvalue(), err.getvalue()

@@ -494,7 +494,7 @@ def rotary(base: float, dtype: torch.dtype, factor: float) -> Callable[[Any], No
 ROTARY = ("base_model.rotary_emb.cos", "base_model.rotary_emb.sin")
 EMBEDDING, LAYER = "base_model.embed_tokens.weight", "base_model.layers.1."
 K, Q, UP = (f"{LAYER}{name}_proj.weight" for name in ("self_attn.k", "self_attn.q", "mlp.up"))
-# What is changed, how, and what the error names.
+# (the part that is changed, how, what the error names)
 DAMAGED: list[tuple[str, Callable[[Any], object], str]] = [
     ("files", lambda folder: (folder / ".metadata").unlink(), "--from"),
     ("files", shorten(".metadata", 500), ".metadata"),

@@ -47,7 +47,7 @@ LAYER: dict[str, tuple[str, tuple[int, ...], int | None]] = {
     "mlp.up": ("mlp.dense_h_to_4h", (4 * HIDDEN, HIDDEN), 0),
     "mlp.down": ("mlp.dense_4h_to_h", (HIDDEN, 4 * HIDDEN), 1),
 }
-# Of [3, heads, size]: Q of all heads, then K, then V; Q, K and V of one number after another, and
+# Orders of [3, heads, size]: Q of all heads, then K, then V; Q, K and V of one number after another, and
 # of one head after another.
 ORDERS = ((0, 1, 2), (1, 2, 0), (1, 0, 2))
 
@@ -71,7 +71,7 @@ def our_weights(dtype: torch.dtype = torch.float32) -> Rank:
 
 
 def old_weights(ranks: int, dtype: torch.dtype = torch.float32, version: int = 0) -> list[Rank]:
-    """What each rank holds of our weights, by the flat names of 2019."""
+    """Slices of our weights on each rank, by the flat names of 2019."""
     parts: list[Rank] = [{} for _ in range(ranks)]
     for name, whole in our_weights(dtype).items():
         old = name.replace("final_norm", "transformer.final_layernorm")
