@@ -1071,7 +1071,7 @@ offloaded-moments-stay
 - "moments": self.moments * state,
 + "moments": self.moments * part,
 offloaded-weights-return-once
-- layers = [sum(map(_own, each)) for each in self.model.layers]
+- layers = [sum(bucket.own for bucket in each) for each in self.model.layers]
 + layers = [0]
 @ tools/plan/hardware.py | tools/plan/test_score
 stages-of-one-server-are-in-two
@@ -1118,8 +1118,12 @@ a-neighbour-loses-by-any-part
 stages-of-unlike-depth-are-alike
 - kind = rank if is_end else tuple(map(len, plan.layers[rank :: plan.ranks]))
 + kind = is_end
-quick-buckets-are-not-padded
-- size = _round_up(size, ALIGNMENT * prod(axis.size for axis in summed))
+a-large-ring-is-larger-by-two
+- return _plus(four, _plus(four, two, -1), ranks // 2 - 2)
++ return _plus(four, _plus(four, two, -1), ranks // 2 - 1)
+@ tools/plan/buckets.py | tools/plan/test_search
+planned-buckets-are-not-padded
+- size = _round_up(size, ALIGNMENT * prod(axis.size for axis in over))
 + size = _round_up(size, ALIGNMENT)
 @ tools/plan/search.py | tools/plan/test_search
 flags-leave-settings-out-that-are-none

@@ -47,8 +47,8 @@ LAYER: dict[str, tuple[str, tuple[int, ...], int | None]] = {
     "mlp.up": ("mlp.dense_h_to_4h", (4 * HIDDEN, HIDDEN), 0),
     "mlp.down": ("mlp.dense_4h_to_h", (HIDDEN, 4 * HIDDEN), 1),
 }
-# Orders of [3, heads, size]: Q of all heads, then K, then V; Q, K and V of one number after another, and
-# of one head after another.
+# Orders of [3, heads, size]: Q of all heads, then K, then V; Q, K and V of one number after
+# another, and of one head after another.
 ORDERS = ((0, 1, 2), (1, 2, 0), (1, 0, 2))
 
 
