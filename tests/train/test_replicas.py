@@ -80,6 +80,11 @@ def check_after_steps(tensor_size: int | str, dtype: torch.dtype, dropout: float
     check_replicas(state, [])
 
 
+def test_training_keeps_replicas_equal(gloo: Pool) -> None:
+    """Over data and over tensor; the other modes and context ranks are below."""
+    gloo.run(4, check_after_steps, 2, torch.bfloat16, 0.1)
+
+
 def check_and_stop(tensor_size: int) -> None:
     """The last rank stops after a few tensors; the check of the others is then of no use."""
     mesh = mesh_of_ranks(tensor_size)
