@@ -50,8 +50,10 @@ class ForkedRanks:
         return None
 
     def ranks(self) -> dict[int, int]:
-        processes = enumerate(self._run.processes)
-        return {rank: each.pid or 0 for rank, each in processes if each.exitcode is None}
+        """Those that run the program: before it has a log, a fork's errors are the tests' own."""
+        processes = enumerate(zip(self._run.processes, self._run.logs, strict=True))
+        living = {n: each for n, (each, log) in processes if log.exists() and each.exitcode is None}
+        return {rank: each.pid or 0 for rank, each in living.items()}
 
     def size(self) -> int:
         return len(self._run.processes)
