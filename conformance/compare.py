@@ -222,28 +222,25 @@ def _deviation(signed: Sequence[float], exact: Sequence[float], counts: Tensor) 
     return torch.cat([each / math.sqrt(len(each)) for each in groups])
 
 
-def nearest(
-    found: Figures, exact: Figures, first: Mapping[str, Tensor], facts: Any, ranks: int
-) -> Named | None:
+def nearest(found: Figures, fixture: Fixture, ranks: int) -> Named | None:
     """The known fault between 1 or more ranks that deviates as these figures do; None where none
     is near, or the figures are not whole."""
-    compared = found.gradients, found.weights.get(STEPS, {})
+    compared, first = (found.gradients, found.weights.get(STEPS, {})), fixture.weights()
     if not all(_fits(each, first, name) for name in first for each in compared):
         return None
-    own, true = found.signature(first), exact.signature(first)
+    own, true = found.signature(first), fixture.expected().signature(first)
     if len(own) != len(true) or not all(map(math.isfinite, own)):
         return None
-    zeros = facts["zeros"]
+    zeros = fixture.facts["zeros"]
     counts = torch.tensor([zeros.get(n) != [0, len(first[n])] for n in sorted(first)])
     deviation = _deviation(own, true, counts)
     distances: dict[str, float] = {}
-    for fault, signatures in facts["faults"].items():
-        for key, known in signatures.items():
-            if ranks % int(key) == 0:
-                other = _deviation(known, true, counts)
-                size = max(float(deviation.norm()), float(other.norm()), 1e-300)
-                distance = float((deviation - other).norm()) / size
-                distances[fault] = min(distance, distances.get(fault, math.inf))
+    for (fault, among), known in fixture.faults().items():
+        if ranks % among == 0:
+            other = _deviation(known.tolist(), true, counts)
+            size = max(float(deviation.norm()), float(other.norm()), 1e-300)
+            distance = float((deviation - other).norm()) / size
+            distances[fault] = min(distance, distances.get(fault, math.inf))
     near = sorted(distances.items(), key=lambda each: each[1])
     if not near or near[0][1] > NAMED:
         return None

@@ -2,8 +2,8 @@
 
 `right` is the method as it should be; the docstring is what a report says. The first argument of
 `fault` names the method, `among` the numbers of ranks that the fault is between, here in one
-process ((1,): it does not depend on them), `models` where it exists. The resumed run is that after
-step 3.
+process ((1,): it does not depend on them), `models` where it exists, and `base` is Replicas where
+ranks get weights that differ. The resumed run is that after step 3.
 
 The fixtures have no dropout, and a trainer is given their weights; masks and initial values that
 differ by rank are random, so no figure would name them (`initial_values_of_first_shard` has one).
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.fixture import COMPARED, NAMES, MicroBatch
-from conformance.plain import Trainer, Weights, scored
+from conformance.fixture import COMPARED, IGNORED, NAMES, MicroBatch
+from conformance.plain import DataRank, Trainer, Weights, scored
 
 Batches = Sequence[MicroBatch]
 Right = Callable[..., Any]
@@ -39,10 +39,14 @@ RESUMED = COMPARED[0]  # steps before the run is interrupted
 HEADS = r"c_attn|[qkv]_proj|query|key|value"
 COLUMNS = rf"{HEADS}|c_fc|gate_proj|up_proj|intermediate|wte|embed_tokens|lm_head|word_emb|ns\.bias"
 CUT = rf"{COLUMNS}|c_proj\.weight|o_proj|down_proj|\.output\.dense\.weight"
+EMBEDDINGS = r"wte|wpe|embed"
 
 
 def fault(
-    method: str, among: tuple[int, ...] = (1,), models: tuple[str, ...] = NAMES
+    method: str,
+    among: tuple[int, ...] = (1,),
+    models: tuple[str, ...] = NAMES,
+    base: type[Trainer] = Trainer,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a Trainer from a function that replaces one method."""
 
@@ -52,10 +56,57 @@ def fault(
             return wrong(trainer, right, *arguments)
 
         body = {method: changed, "__doc__": wrong.__doc__, "among": among, "models": models}
-        FAULTS[wrong.__name__] = type(wrong.__name__, (Trainer,), body)
+        FAULTS[wrong.__name__] = type(wrong.__name__, (base,), body)
         return wrong
 
     return add
+
+
+class Replicas(Trainer):
+    """Data-parallel ranks with weights of their own, which a fault lets come apart.
+
+    The figures are the first rank's. A rank's gradient is that of the mean over ranks, as DDP has
+    it: its samples' part of the loss, times the number of ranks.
+    """
+
+    rank_class: type[DataRank] = DataRank
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.all = [
+            self.rank_class(self.fixture, self.dtype, self.ranks) for _ in range(self.ranks)
+        ]
+        for number, each in enumerate(self.all):
+            each.rank = number
+        self.weights = self.all[0].weights
+
+    def reduced(self, own: list[Weights]) -> list[Weights]:
+        """The gradients with which each rank updates, of each rank's own ones."""
+        return [mean(own)] * self.ranks
+
+    def publish(self, before: list[Weights]) -> None:
+        """After the update, ranks send each other what they own. before: weights of each rank."""
+
+    def step(self, number: int) -> tuple[float, float, Weights]:
+        parts = [each.loss_and_gradients(each.micro_batches(number)) for each in self.all]
+        gradients = self.reduced([scaled(own, self.ranks) for _, own in parts])
+        before: list[Weights] = [dict(each.weights) for each in self.all]
+        for each, own in zip(self.all, gradients, strict=True):
+            each.update(each.clipped(own, each.norm(own)))
+        self.publish(before)
+        return sum(loss for loss, _ in parts), self.norm(gradients[0]), gradients[0]
+
+
+def mean(ranks: Sequence[Weights]) -> Weights:
+    return {name: sum(each[name] for each in ranks) / len(ranks) for name in ranks[0]}
+
+
+def scaled(gradients: Weights, scale: float) -> Weights:
+    return {name: each * scale for name, each in gradients.items()}
+
+
+def in_bf16(tensors: Weights) -> dict[str, Tensor]:
+    return {name: each.bfloat16().to(each.dtype) for name, each in tensors.items()}
 
 
 # The loss and its denominators
@@ -129,6 +180,26 @@ def loss_of_first_rank(t: Trainer, right: Right, micro_batches: Batches) -> Resu
     return right(shares)[0], right(micro_batches)[1]
 
 
+@fault("loss_and_gradients", RANKS)
+def loss_times_ranks(t: Trainer, right: Right, micro_batches: Batches) -> Result:
+    """The loss is as many times too large as there are ranks; gradients are right."""
+    loss, gradients = right(micro_batches)
+    return loss * t.ranks, gradients
+
+
+@fault("loss_and_gradients", RANKS)
+def loss_over_ranks(t: Trainer, right: Right, micro_batches: Batches) -> Result:
+    """The loss is divided by the ranks once too often; gradients are right."""
+    loss, gradients = right(micro_batches)
+    return loss / t.ranks, gradients
+
+
+@fault("loss_and_gradients")
+def loss_of_last_micro_batch(t: Trainer, right: Right, micro_batches: Batches) -> Result:
+    """The loss is that of the last micro-batch; gradients are right."""
+    return right(micro_batches[-1:])[0], right(micro_batches)[1]
+
+
 @fault("token_weights")
 def positions_counted(t: Trainer, right: Right, micro_batches: Batches) -> list[Tensor]:
     """The loss is divided by the number of all positions, scored or not."""
@@ -151,11 +222,32 @@ def padding_attended(t: Trainer, right: Right, batch: MicroBatch) -> Tensor:
     return torch.ones_like(right(batch))
 
 
+CAUSAL = ("gpt2", "llama")  # models
+
+
+@fault("allowed", models=CAUSAL)
+def next_token_seen(t: Trainer, right: Right, batch: MicroBatch) -> Tensor:
+    """A token sees the one after it: the causal mask is off by one."""
+    return batch.attention_mask.bool()[:, None] & torch.ones_like(right(batch)).tril(1)
+
+
+@fault("allowed", models=CAUSAL)
+def causal_mask_lost(t: Trainer, right: Right, batch: MicroBatch) -> Tensor:
+    """A token sees all others: there is no causal mask."""
+    return batch.attention_mask.bool()[:, None].expand_as(right(batch))
+
+
+@fault("micro_batches", models=CAUSAL)
+def labels_shifted_twice(t: Trainer, right: Right, step: int) -> Batches:
+    """A position predicts the token after the next: labels are shifted once too often."""
+
+    def shifted(labels: Tensor) -> Tensor:
+        return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], 1)
+
+    return [replace(each, labels=shifted(each.labels)) for each in right(step)]
+
+
 # Gradients: their scale, what is added, what is left out
-
-
-def scaled(gradients: Weights, scale: float) -> Weights:
-    return {name: each * scale for name, each in gradients.items()}
 
 
 @fault("loss_and_gradients")
@@ -201,9 +293,57 @@ def gradients_not_zeroed(t: Trainer, right: Right, micro_batches: Batches) -> Re
     return loss, t.kept
 
 
+@fault("reduced", RANKS, base=Replicas)
+def earlier_micro_batches_not_reduced(t: Replicas, right: Right, own: list[Weights]) -> Any:
+    """Gradients of all micro-batches but the last are the rank's own: they alone are reduced."""
+    last = [scaled(each.last, t.ranks) for each in t.all]
+    whole = mean(last)
+    pairs = zip(own, last, strict=True)
+    return [{n: g[n] - part[n] + whole[n] for n in g} for g, part in pairs]
+
+
+def kept(own: list[Weights], names: str) -> list[Weights]:
+    """Each rank's gradients, of which those with such names are not reduced."""
+    whole = mean(own)
+    return [{n: g[n] if re.search(names, n) else whole[n] for n in g} for g in own]
+
+
+@fault("reduced", RANKS, base=Replicas)
+def vectors_not_reduced(t: Replicas, right: Right, own: list[Weights]) -> Any:
+    """Gradients of biases and norms are the rank's own."""
+    return kept(own, "|".join(rf"^{re.escape(n)}$" for n, each in own[0].items() if each.dim() < 2))
+
+
+@fault("reduced", RANKS, base=Replicas)
+def embeddings_not_reduced(t: Replicas, right: Right, own: list[Weights]) -> Any:
+    """Gradients of embeddings are the rank's own."""
+    return kept(own, EMBEDDINGS)
+
+
+@fault("reduced", RANKS, base=Replicas)
+def parameters_outside_layers_not_reduced(t: Replicas, right: Right, own: list[Weights]) -> Any:
+    """Gradients of all parameters outside of the layers are the rank's own."""
+    return kept(own, r"^(?!.*\.\d+\.)")
+
+
+@fault("loss_and_gradients", RANKS)
+def replicated_gradients_times_ranks(t: Trainer, right: Right, micro_batches: Batches) -> Result:
+    """Gradients of weights that tensor parallelism replicates are added up over its ranks, though
+    each rank has them whole."""
+    loss, gradients = right(micro_batches)
+    return loss, {n: g if re.search(CUT, n) else g * t.ranks for n, g in gradients.items()}
+
+
+@fault("loss_and_gradients")
+def gradients_in_bf16(t: Trainer, right: Right, micro_batches: Batches) -> Result:
+    """Gradients are rounded to bf16."""
+    loss, gradients = right(micro_batches)
+    return loss, in_bf16(gradients)
+
+
 @fault("micro_batches")
 def last_micro_batch_dropped(t: Trainer, right: Right, step: int) -> Batches:
-    """The last micro-batch of each step is left out."""
+    """The last micro-batch of each step is left out, or the first one is read again instead."""
     return right(step)[:-1]
 
 
@@ -297,6 +437,73 @@ def norm_of_first_ranks_heads(t: Trainer, right: Right, gradients: Weights) -> f
     return right(counted)
 
 
+@fault("norm", RANKS)
+def norm_times_ranks(t: Trainer, right: Right, gradients: Weights) -> float:
+    """The norm is as many times too large as there are ranks: that of sums, where means follow."""
+    return right(gradients) * t.ranks
+
+
+# Between four ranks that is norm_times_ranks between two.
+@fault("norm", (2,))
+def norm_of_replicas(t: Trainer, right: Right, gradients: Weights) -> float:
+    """Squares of the norm are added up over ranks that have the same gradients."""
+    return right(gradients) * t.ranks**0.5
+
+
+@fault("norm", models=TIED)
+def norm_counts_tied_weight_twice(t: Trainer, right: Right, gradients: Weights) -> float:
+    """The norm counts the tied weight once for each use."""
+    return right({**gradients, "again": gradients[t.facts["tied"][0][0]]})
+
+
+@fault("norm")
+def norm_is_sum_of_norms(t: Trainer, right: Right, gradients: Weights) -> float:
+    """The norm is the sum of the parameters' norms."""
+    return sum(right({name: each}) for name, each in gradients.items())
+
+
+def clipped_in_parts(t: Trainer, right: Right, gradients: Weights, key: Any) -> Weights:
+    """Each part, of the names with one key, is clipped by its own norm."""
+    parts: dict[Any, dict[str, Tensor]] = {}
+    for name, each in gradients.items():
+        parts.setdefault(key(name), {})[name] = each
+    clipped: dict[str, Tensor] = {}
+    for part in parts.values():
+        clipped |= right(part, t.norm(part))
+    return clipped
+
+
+@fault("clipped")
+def clipped_by_group(t: Trainer, right: Right, gradients: Weights, norm: float) -> Weights:
+    """Each parameter group, with weight decay and without, is clipped by its own norm."""
+    return clipped_in_parts(t, right, gradients, t.decay)
+
+
+# No parameter of the other models has a norm above 1: that is not_clipped.
+@fault("clipped", models=("bert",))
+def clipped_by_parameter(t: Trainer, right: Right, gradients: Weights, norm: float) -> Weights:
+    """Each parameter is clipped by its own norm."""
+    return clipped_in_parts(t, right, gradients, str)
+
+
+@fault("clipped")
+def clipped_twice(t: Trainer, right: Right, gradients: Weights, norm: float) -> Weights:
+    """Gradients are scaled by the clipping factor twice."""
+    return right(right(gradients, norm), norm)
+
+
+@fault("added")
+def micro_batches_clipped(t: Trainer, right: Right, total: Weights, part: Weights) -> Weights:
+    """Each micro-batch's gradient is clipped before it is added."""
+    return right(total, t.clipped(part, t.norm(part)))
+
+
+@fault("reduced", RANKS, base=Replicas)
+def clipped_before_reduction(t: Replicas, right: Right, own: list[Weights]) -> Any:
+    """Each data-parallel rank clips its own gradients by their norm, before they are reduced."""
+    return right([t.clipped(each, t.norm(each)) for each in own])
+
+
 @fault("clipped")
 def not_clipped(t: Trainer, right: Right, gradients: Weights, norm: float) -> Weights:
     """Gradients are not clipped."""
@@ -307,6 +514,72 @@ def not_clipped(t: Trainer, right: Right, gradients: Weights, norm: float) -> We
 def bias_not_corrected(t: Trainer, right: Right) -> tuple[float, float]:
     """AdamW's moments are used as they are, without the correction of their start at zero."""
     return 1.0, 1.0
+
+
+@fault("corrections")
+def steps_counted_by_micro_batch(t: Trainer, right: Right) -> tuple[float, float]:
+    """AdamW counts micro-batches as steps when it corrects its moments."""
+    beta1, beta2 = t.facts["optimizer"]["betas"]
+    count = t.step_count * len(t.batches[0])
+    return 1 - beta1**count, 1 - beta2**count
+
+
+@fault("update")
+def gradients_of_step_before(t: Trainer, right: Right, gradients: Weights) -> None:
+    """An update has the gradients of the step before; the first one has none."""
+    before = t.kept if t.step_count else scaled(gradients, 0)
+    t.kept = gradients
+    right(before)
+
+
+@fault("update")
+def first_update_lost(t: Trainer, right: Right, gradients: Weights) -> None:
+    """The first step moves no weight, as with a learning rate that warms up from zero."""
+    first = dict(t.weights)
+    right(gradients)
+    t.weights = first if t.step_count == 1 else t.weights
+
+
+@fault("update")
+def weights_in_bf16(t: Trainer, right: Right, gradients: Weights) -> None:
+    """Weights are rounded to bf16 after each update: there are no master weights."""
+    right(gradients)
+    t.weights = in_bf16(t.weights)
+
+
+@fault("update")
+def moments_in_bf16(t: Trainer, right: Right, gradients: Weights) -> None:
+    """AdamW's moments are rounded to bf16 after each update."""
+    right(gradients)
+    t.moments = {
+        n: (m.bfloat16().to(m.dtype), v.bfloat16().to(v.dtype)) for n, (m, v) in t.moments.items()
+    }
+
+
+class DecayInGradient(Trainer):
+    """Weight decay is a part of the gradient, as Adam with an L2 penalty has it."""
+
+    def update(self, gradients: Weights) -> None:
+        decays = {name: super(DecayInGradient, self).decay(name) for name in gradients}
+        super().update({n: g + decays[n] * self.weights[n] for n, g in gradients.items()})
+
+    def decay(self, name: str) -> float:
+        return 0.0
+
+
+FAULTS["decay_in_gradient"] = DecayInGradient
+
+
+@fault("decay")
+def decay_without_rate(t: Trainer, right: Right, name: str) -> float:
+    """Weight decay is not multiplied by the learning rate."""
+    return right(name) / t.facts["optimizer"]["lr"]
+
+
+@fault("decay")
+def embeddings_not_decayed(t: Trainer, right: Right, name: str) -> float:
+    """Weight decay leaves out embeddings."""
+    return 0.0 if re.search(EMBEDDINGS, name) else right(name)
 
 
 @fault("decay")
@@ -345,6 +618,77 @@ FAULTS["tie_lost"] = TieLost
 
 
 @fault("used", models=TIED)
+def tied_gradient_of_output_alone(t: Trainer, right: Right, weights: Weights) -> Weights:
+    """The gradient of the tied weight lacks its use as the embedding."""
+    name, _ = t.facts["tied"][0]
+    return {**right(weights), name: weights[name].detach()}
+
+
+@fault("used", models=TIED)
+def tied_gradient_of_embedding_alone(t: Trainer, right: Right, weights: Weights) -> Weights:
+    """The gradient of the tied weight lacks its use as the output layer."""
+    name, other = t.facts["tied"][0]
+    return {**right(weights), other: weights[name].detach()}
+
+
+@fault("loss_and_gradients", models=TIED)
+def tied_gradient_doubled(t: Trainer, right: Right, micro_batches: Batches) -> Result:
+    """The gradient of the tied weight is added twice."""
+    loss, gradients = right(micro_batches)
+    name, _ = t.facts["tied"][0]
+    return loss, {**gradients, name: gradients[name] * 2}
+
+
+@fault("update", models=TIED)
+def tied_weight_updated_twice(t: Trainer, right: Right, gradients: Weights) -> None:
+    """The optimizer has the tied weight under both names, and updates it twice."""
+    name, _ = t.facts["tied"][0]
+    right(gradients)
+    t.step_count -= 1
+    right({name: gradients[name]})
+
+
+class Untied(DataRank):
+    """The tied weight's gradient as the output layer is apart, under that layer's name."""
+
+    def loss_and_gradients(self, micro_batches: Batches) -> Result:
+        name, other = self.facts["tied"][0]
+        self.weights[other] = self.weights[name]
+        result = super().loss_and_gradients(micro_batches)
+        del self.weights[other]
+        return result
+
+    def used(self, weights: Weights) -> Weights:
+        other = self.facts["tied"][0][1]
+        return {**super().used(weights), other: weights[other]}
+
+
+class TiedReplicas(Replicas):
+    rank_class = Untied
+
+    def one_use_kept(self, own: list[Weights], use: int) -> list[Weights]:
+        """Gradients without the reduction of one use: 0 the embedding, 1 the output layer."""
+        name, other = self.facts["tied"][0]
+        ranks = kept(own, rf"^{re.escape((name, other)[use])}$")
+        sums = ({**each, name: each[name] + each[other]} for each in ranks)
+        return [{n: g for n, g in each.items() if n != other} for each in sums]
+
+
+@fault("reduced", RANKS, TIED, TiedReplicas)
+def output_use_of_tie_not_reduced(t: TiedReplicas, right: Right, own: list[Weights]) -> Any:
+    """The tied weight's gradient as the output layer is the rank's own; that as the embedding is
+    reduced."""
+    return t.one_use_kept(own, 1)
+
+
+@fault("reduced", RANKS, TIED, TiedReplicas)
+def embedding_use_of_tie_not_reduced(t: TiedReplicas, right: Right, own: list[Weights]) -> Any:
+    """The tied weight's gradient as the embedding is the rank's own; that as the output layer is
+    reduced."""
+    return t.one_use_kept(own, 0)
+
+
+@fault("used", models=TIED)
 def tied_weight_stale(t: Trainer, right: Right, weights: Weights) -> Weights:
     """The output layer keeps the first weight of the embedding; the gradient is whole."""
     name, other = t.facts["tied"][0]
@@ -361,6 +705,16 @@ def part_of_tied_weight_stale(t: Trainer, right: Right, weights: Weights) -> Wei
     shard = -(-len(now) // t.ranks)
     stale = now + (t.first_weights()[name] - now).detach()
     return {**right(weights), name: torch.cat([now[:shard], stale[shard:]])}
+
+
+@fault("used", RANKS, TIED)
+def row_bias_added_by_each_rank(t: Trainer, right: Right, weights: Weights) -> Weights:
+    """Each tensor-parallel rank adds the bias of a row-parallel layer before their sum."""
+    names = (n for n in weights if re.search(r"c_proj\.bias|output\.dense\.bias", n))
+    return {
+        **right(weights),
+        **{n: weights[n] + (t.ranks - 1) * weights[n].detach() for n in names},
+    }
 
 
 def padded(weights: Weights, size: int, multiple: int) -> Weights:
@@ -390,6 +744,30 @@ def initial_values_of_first_shard(t: Trainer, right: Right) -> Weights:
         n: w.index_select(*first_shard(n, w, t.ranks)) if re.search(CUT, n) else w
         for n, w in right().items()
     }
+
+
+def of_owners(t: Replicas, sent: Any) -> None:
+    """Each rank keeps its shards of the update, and has those of sent(rank, owner) of others."""
+    new = [dict(each.weights) for each in t.all]
+    for rank, each in enumerate(t.all):
+        for name, weight in new[rank].items():
+            shards = list(weight.chunk(t.ranks))
+            for owner in range(len(shards)):
+                if owner != rank:
+                    shards[owner] = sent(rank, owner)[name].chunk(t.ranks)[owner]
+            each.weights[name] = torch.cat(shards)
+
+
+@fault("publish", RANKS, base=Replicas)
+def weights_sent_before_update(t: Replicas, right: Right, before: list[Weights]) -> None:
+    """Owners of ZeRO's shards send them before the update: other ranks are a step behind."""
+    of_owners(t, lambda rank, owner: before[owner])
+
+
+@fault("publish", RANKS, base=Replicas)
+def shards_never_sent(t: Replicas, right: Right, before: list[Weights]) -> None:
+    """Owners of ZeRO's shards do not send them: each rank has the first values of the others'."""
+    of_owners(t, lambda rank, owner: before[rank])
 
 
 # A cut sequence
@@ -424,6 +802,55 @@ def moments_lost(t: Trainer, right: Right, number: int) -> tuple[float, float, W
     """A resumed run starts with an optimizer without state."""
     if number == RESUMED:
         t.moments, t.step_count = t.no_moments(), 0
+    return right(number)
+
+
+@fault("step", RANKS, base=Replicas)
+def moments_of_other_ranks_lost(t: Replicas, right: Right, number: int) -> Any:
+    """A resumed run restores the optimizer on the first data-parallel rank alone."""
+    if number == RESUMED:
+        for each in t.all[1:]:
+            each.moments, each.step_count = each.no_moments(), 0
+    return right(number)
+
+
+@fault("step")
+def first_moments_lost(t: Trainer, right: Right, number: int) -> Any:
+    """A resumed run starts with first moments of zero."""
+    if number == RESUMED:
+        t.moments = {name: (torch.zeros_like(m), v) for name, (m, v) in t.moments.items()}
+    return right(number)
+
+
+@fault("step")
+def second_moments_lost(t: Trainer, right: Right, number: int) -> Any:
+    """A resumed run starts with second moments of zero."""
+    if number == RESUMED:
+        t.moments = {name: (m, torch.zeros_like(v)) for name, (m, v) in t.moments.items()}
+    return right(number)
+
+
+@fault("step")
+def weights_lost(t: Trainer, right: Right, number: int) -> Any:
+    """A resumed run starts from the first weights, with the optimizer's state."""
+    if number == RESUMED:
+        t.weights = t.first_weights()
+    return right(number)
+
+
+@fault("step")
+def nothing_resumed(t: Trainer, right: Right, number: int) -> Any:
+    """A resumed run starts from the first weights, without the optimizer's state."""
+    if number == RESUMED:
+        t.weights, t.moments, t.step_count = t.first_weights(), t.no_moments(), 0
+    return right(number)
+
+
+@fault("step")
+def weights_resumed_in_bf16(t: Trainer, right: Right, number: int) -> Any:
+    """A resumed run starts from weights that are rounded to bf16."""
+    if number == RESUMED:
+        t.weights = in_bf16(t.weights)
     return right(number)
 
 

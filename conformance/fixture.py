@@ -3,7 +3,8 @@
 A folder of fixtures/v1 is one model. It never changes under its name. `facts.json` has the model's
 configuration by the names of transformers, the optimizer, and what the figures must contain.
 Tensors are in safetensors: `weights` (fp64, the names of transformers, a tied weight once),
-`batches` (int64) and `expected` (fp64). `python -m conformance.make` writes them.
+`batches` (int64) and `expected` (fp64). `faults` is no part of the fixture: it has the figures of
+each known fault, and grows with their list. `python -m conformance.make` writes all of them.
 """
 
 from __future__ import annotations
@@ -109,8 +110,7 @@ class Fixture:
         """Its keys: model_type; config (keys of transformers); tied ([[name, its other name]]);
         optimizer (lr, betas, eps, weight_decay, decayed: names, clip); spread ({dtype: relative
         spread of the first step's gradients}); least_gradient_norm; loss_moves; zeros ({name:
-        [first, last + 1]}, elements along dim 0 whose exact gradient is zero); faults (see
-        faults.py)."""
+        [first, last + 1]}, elements along dim 0 whose exact gradient is zero)."""
         return dict(json.loads((self.folder / "facts.json").read_text()))
 
     def weights(self) -> dict[str, Tensor]:
@@ -127,6 +127,12 @@ class Fixture:
 
     def expected(self) -> Figures:
         return read_figures(self.folder / "expected.safetensors")
+
+    def faults(self) -> dict[tuple[str, int], Tensor]:
+        """Figures.signature, fp64, of each known fault (see faults.py) between so many ranks."""
+        signatures = load_file(self.folder / "faults.safetensors").items()
+        keys = ((*key.split("."), each) for key, each in signatures)
+        return {(name, int(ranks)): each for name, ranks, each in keys}
 
 
 def read_fixture(name: str) -> Fixture:

@@ -1,6 +1,7 @@
 """Writes the fixtures. Run it twice on a machine, and the bytes are the same.
 
 python -m conformance.make
+python -m conformance.make --faults
 python -m conformance.make --output /tmp/fixtures
 """
 
@@ -241,25 +242,31 @@ def make(kind: str, folder: Path) -> None:
         str(dtype).removeprefix("torch."): spread(fixture, figures.gradients, dtype)
         for dtype in (torch.float64, torch.float32, torch.bfloat16)
     }
-    facts["faults"] = {
-        name: {
-            str(ranks): train(fixture, fault=fault, ranks=ranks).signature(weights)
-            for ranks in fault.among
-        }
-        for name, fault in FAULTS.items()
-        if kind in fault.models
-    }
     write_json(folder / "facts.json", facts)
+    make_faults(fixture)
+
+
+def make_faults(fixture: Fixture) -> None:
+    signatures = {
+        f"{name}.{ranks}": train(fixture, fault=fault, ranks=ranks).signature(fixture.weights())
+        for name, fault in FAULTS.items()
+        if fixture.name in fault.models
+        for ranks in fault.among
+    }
+    tensors = {key: torch.tensor(each, dtype=torch.float64) for key, each in signatures.items()}
+    save_file(tensors, fixture.folder / "faults.safetensors")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=FOLDER, help="a folder for a folder a model")
-    output = parser.parse_args().output
+    parser.add_argument("--faults", action="store_true", help="the figures of known faults alone")
+    options = parser.parse_args()
     torch.set_num_threads(1)  # sums are in one order
     for kind in NAMES:
-        make(kind, output / kind)
-        print(output / kind)
+        folder = options.output / kind
+        make_faults(Fixture(folder)) if options.faults else make(kind, folder)
+        print(folder)
 
 
 if __name__ == "__main__":

@@ -284,6 +284,22 @@ class Trainer:
         return {name: tensors[name][: shape[0]].clone() for name, shape in shapes.items()}
 
 
+class DataRank(Trainer):
+    """One data-parallel rank: loss and gradients are the part of its samples. last: the gradient of
+    its last micro-batch."""
+
+    rank = 0
+    last: Weights
+
+    def loss(self, weights: Weights, batch: MicroBatch, token_weights: Tensor, n: int) -> Tensor:
+        own = token_weights.chunk(self.ranks)[self.rank]
+        return super().loss(weights, batch.share(self.rank, self.ranks), own, n)
+
+    def added(self, total: Weights, part: Weights) -> Weights:
+        self.last = part
+        return super().added(total, part)
+
+
 def scored(batch: MicroBatch) -> Tensor:
     return (batch.labels != IGNORED).double()
 

@@ -307,8 +307,8 @@ def judge(
     divided: list[dict[str, Any]],
     versions: dict[str, str],
 ) -> Result:
-    exact, first, facts = fixture.expected(), fixture.weights(), fixture.facts
-    found = differences(figures, exact, facts, options.dtype)
+    facts = fixture.facts
+    found = differences(figures, fixture.expected(), facts, options.dtype)
     empty = dead(figures, facts)
     ignored = [
         f"a rank's {kind} are {each[kind]['times']:.2f} times an equal share, so the trainer"
@@ -334,7 +334,7 @@ def judge(
     elif any(each.is_fault for each in found):
         result.status = 1
         number = max(ranks(options.layout), ranks(options.resume_layout or {}))
-        result.fault = nearest(figures, exact, first, facts, number)
+        result.fault = nearest(figures, fixture, number)
     elif result.reason:
         result.status = 3
     return result

@@ -13,18 +13,14 @@ from torch import Tensor
 
 from conformance.adapters import Refused
 from conformance.fixture import Fixture, MicroBatch, ranks
-from conformance.plain import Trainer, Weights
+from conformance.plain import DataRank, Trainer, Weights
 
 
-class DataParallel(Trainer):
+class DataParallel(DataRank):
     """Each rank takes its samples of every micro-batch; losses and gradients are added up."""
 
-    def loss(self, weights: Weights, batch: MicroBatch, token_weights: Tensor, n: int) -> Tensor:
-        rank, each = dist.get_rank(), len(token_weights) // self.ranks
-        own = token_weights[rank * each : rank * each + each]
-        return super().loss(weights, batch.share(rank, self.ranks), own, n)
-
     def loss_and_gradients(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, Weights]:
+        self.rank = dist.get_rank()
         loss, gradients = super().loss_and_gradients(micro_batches)
         total = torch.tensor(loss, dtype=torch.float64)
         for each in (total, *gradients.values()):

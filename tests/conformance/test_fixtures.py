@@ -63,12 +63,12 @@ def test_the_fixtures_can_be_made_again(
         made, kept = (load_file(each / name / f"{kind}.safetensors") for each in (tmp_path, FOLDER))
         assert set(made) == set(kept)
         for key, tensor in kept.items():
-            assert torch.allclose(made[key], tensor, rtol=0, atol=1e-12), key
+            assert torch.allclose(made[key], tensor, rtol=0, atol=1e-10), key
     facts = Fixture(tmp_path / name).facts
     spread = facts["spread"]
     assert spread == pytest.approx(read(name)[0].facts["spread"], rel=0.5)
     assert spread["float64"] < 1e-13 < spread["float32"] < 1e-4 < spread["bfloat16"]
-    left_out = {"faults", "spread", "loss_moves", "least_gradient_norm"}
+    left_out = {"spread", "loss_moves", "least_gradient_norm"}
     kept_facts = read(name)[0].facts
     assert {k: v for k, v in kept_facts.items() if k not in left_out} == {
         k: v for k, v in facts.items() if k not in left_out
@@ -155,7 +155,7 @@ def test_an_agreement_would_have_content(name: str) -> None:
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    size = b.abs().clamp(min=1e-9)  # below it is the noise of gradients that are zero in theory
+    size = b.abs().clamp(min=1e-4)  # gradients that are zero in theory move weights by 1e-12
     return float(((a - b) / size).abs().max())
 
 
@@ -163,14 +163,8 @@ def relative(a: Tensor, b: Tensor) -> float:
 def test_each_fault_is_seen_and_none_looks_like_another(name: str) -> None:
     fixture, expected = read(name)
     exact = torch.tensor(expected.signature(fixture.weights()), dtype=torch.float64)
-    known = fixture.facts["faults"]
-    assert set(known) == {key for key, fault in FAULTS.items() if name in fault.models}
-    assert all(set(known[key]) == set(map(str, FAULTS[key].among)) for key in known)
-    rows = {
-        (key, ranks): torch.tensor(row, dtype=torch.float64)
-        for key, each in known.items()
-        for ranks, row in each.items()
-    }
+    rows, faults = fixture.faults(), FAULTS.items()
+    assert set(rows) == {(k, n) for k, each in faults if name in each.models for n in each.among}
     for key, row in rows.items():
         assert relative(row, exact) > 1e-6, key
     for (one, a), (other, b) in combinations(rows.items(), 2):
