@@ -373,10 +373,10 @@ def _run_tyro(
             if isinstance(cause, UsageError):
                 raise cause from None
             cause = cause.__context__
-        if not stop.code:
-            if text := whole.getvalue():
-                is_short = helps.ALL not in wanted
-                print(helps.shown(text, helps.examples(*about), is_short=is_short), end="")
+        if not stop.code and (text := whole.getvalue()):
+            is_short = helps.ALL not in wanted
+            print(helps.shown(text, helps.examples(*about), is_short=is_short), end="")
+        if stop.code != 2:  # tyro's refusal; a signal that ends the process has another code
             raise
     if not has_texts:
         return _run_tyro(call, arguments, environ, names, prog, about, has_texts=True)

@@ -5,9 +5,10 @@ Sizes of the presets' models: models/test_presets.py.
 
 import json
 import re
+import signal
 import warnings
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron.config.parse import (
     find_preset,
     parse,
     parse_call,
+    parse_part,
     parse_table,
     user_errors,
 )
@@ -32,6 +34,7 @@ from megatron.config.pretrain import (
     PretrainViTConfig,
 )
 from megatron.errors import UsageError
+from megatron.train.signals import StopSignals
 from tests.refusals import field_of, refusal
 
 MODEL = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=4"]
@@ -54,6 +57,22 @@ def test_the_choices_of_a_setting_are_named_in_order() -> None:
     found = re.findall("1f1b|gpipe|interleaved|zb-h1", str(error))
     assert found == ["1f1b", "gpipe", "interleaved", "zb-h1"]
     assert "None" not in str(error)
+
+
+def terminated() -> int:
+    signal.raise_signal(signal.SIGTERM)
+    return 1
+
+
+@dataclass(frozen=True)
+class Terminated:
+    steps: int = field(default_factory=terminated)
+
+
+def test_a_signal_ends_a_program_that_reads_its_arguments() -> None:
+    with StopSignals(), pytest.raises(SystemExit) as stop:
+        parse_part(Terminated, [], {})
+    assert stop.value.code == 75
 
 
 def test_presets_are_named_where_sizes_are_missing() -> None:
