@@ -20,7 +20,9 @@ CAPS = {"float64": 1e-9, "float32": 1e-4}
 UNITS = 8  # in the last place, where perturbed inputs change nothing: sums differ in order
 NEAR_ZERO = 1e-6  # of the model's norm, which replaces the norm of a parameter below it
 DEAD = 1e-3  # of the fixture's gradients and moves of the loss; a fault leaves more
-NAMED = 0.5  # largest distance from a known fault, where 0 is equal and 1 as far as from exact
+# Largest distance from a known fault, where 0 is equal and 1 as far as from exact: faults that were
+# not listed were 0.43 from a wrong one; that of a trainer in fp32 was 0.21 from the right one.
+NAMED = 0.25
 REPLICATED = {"data", "context", "ring"}  # sizes of a layout that divide work, but no weights
 STAGES = {"parameters": 3, "gradients": 2, "optimizer": 1}  # of ZeRO, that divide them by data
 

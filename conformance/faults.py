@@ -285,6 +285,12 @@ def gradients_of_last_micro_batch(
     return part
 
 
+@fault("added", RANKS)
+def micro_batches_reduced_again(t: Trainer, right: Right, total: Weights, part: Weights) -> Weights:
+    """Ranks add up their sums after each micro-batch, so that those before it are added again."""
+    return right(scaled(total, t.ranks), part)
+
+
 @fault("loss_and_gradients")
 def gradients_not_zeroed(t: Trainer, right: Right, micro_batches: Batches) -> Result:
     """Gradients are added to those of the steps before."""
@@ -588,6 +594,13 @@ def all_decayed(t: Trainer, right: Right, name: str) -> float:
     return t.facts["optimizer"]["weight_decay"]
 
 
+@fault("decay", models=TIED)  # without biases that is all_decayed
+def norms_decayed(t: Trainer, right: Right, name: str) -> float:
+    """Weight decay acts on the weights of norms too."""
+    is_norm = re.search(r"ln_|norm", name, re.IGNORECASE) and name.endswith("weight")
+    return t.facts["optimizer"]["weight_decay"] if is_norm else right(name)
+
+
 @fault("decay")
 def nothing_decayed(t: Trainer, right: Right, name: str) -> float:
     """Weight decay acts on nothing."""
@@ -604,17 +617,32 @@ class TieLost(Trainer):
 
     def first_weights(self) -> dict[str, Tensor]:
         weights = super().first_weights()
-        name, self.copy = self.facts["tied"][0]
-        return {**weights, self.copy: weights[name]}
+        name, copy = self.facts["tied"][0]
+        return {**weights, copy: weights[name]}
 
     def used(self, weights: Weights) -> Weights:
-        return {**super().used(weights), self.copy: weights[self.copy]}
+        return {**super().used(weights), **weights}
 
     def decay(self, name: str) -> float:
-        return super().decay(self.facts["tied"][0][0] if name == self.copy else name)
+        tied, copy = self.facts["tied"][0]
+        return super().decay(tied if name == copy else name)
 
 
-FAULTS["tie_lost"] = TieLost
+class TieLostOnResume(TieLost):
+    """In a resumed run the output layer's weight is a copy of the embedding, with a gradient and
+    moments of its own."""
+
+    def first_weights(self) -> dict[str, Tensor]:
+        return Trainer.first_weights(self)
+
+    def step(self, number: int) -> tuple[float, float, Weights]:
+        if number == RESUMED:
+            name, copy = self.facts["tied"][0]
+            self.weights[copy], self.moments[copy] = self.weights[name], self.moments[name]
+        return super().step(number)
+
+
+FAULTS |= {"tie_lost": TieLost, "tie_lost_on_resume": TieLostOnResume}
 
 
 @fault("used", models=TIED)
@@ -659,8 +687,7 @@ class Untied(DataRank):
         return result
 
     def used(self, weights: Weights) -> Weights:
-        other = self.facts["tied"][0][1]
-        return {**super().used(weights), other: weights[other]}
+        return {**super().used(weights), **weights}
 
 
 class TiedReplicas(Replicas):
@@ -705,6 +732,17 @@ def part_of_tied_weight_stale(t: Trainer, right: Right, weights: Weights) -> Wei
     shard = -(-len(now) // t.ranks)
     stale = now + (t.first_weights()[name] - now).detach()
     return {**right(weights), name: torch.cat([now[:shard], stale[shard:]])}
+
+
+@fault("used", RANKS, ("gpt2",))
+def fused_heads_cut_across(t: Trainer, right: Right, weights: Weights) -> Weights:
+    """A tensor-parallel rank takes a contiguous part of the fused columns of query, key and value,
+    and reads it as a query, a key and a value of its own."""
+    used = dict(right(weights))
+    for name in (each for each in weights if "c_attn" in each):
+        columns = torch.arange(used[name].shape[-1]).view(t.ranks, 3, -1).transpose(0, 1)
+        used[name] = used[name].index_select(-1, columns.flatten())
+    return used
 
 
 @fault("used", RANKS, TIED)
