@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from types import FrameType
 
@@ -51,5 +52,6 @@ class StopSignals:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if not self._is_armed or self.received == name == "SIGINT":
+            os.write(2, f"ended by {name}\n".encode())  # sys.stderr may be another's now
             raise SystemExit(SIGNALS[name])
         self.ask(name)

@@ -69,10 +69,13 @@ class Terminated:
     steps: int = field(default_factory=terminated)
 
 
-def test_a_signal_ends_a_program_that_reads_its_arguments() -> None:
+def test_a_signal_ends_a_program_that_reads_its_arguments(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with StopSignals(), pytest.raises(SystemExit) as stop:
         parse_part(Terminated, [], {})
     assert stop.value.code == 75
+    assert "SIGTERM" in capfd.readouterr().err
 
 
 def test_presets_are_named_where_sizes_are_missing() -> None:
