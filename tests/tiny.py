@@ -1,7 +1,7 @@
 """A GPT-2 small enough for tests, its batches, and its tensors gathered whole."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from math import inf
 from pathlib import Path
@@ -28,6 +28,7 @@ from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.parallel.sharding import (
     GradientViews,
     ShardedModule,
+    TensorSlice,
     gather_whole,
     load_whole,
     sharding_specs,
@@ -151,8 +152,12 @@ def leave_to_autograd(model: nn.Module) -> None:
             module.gradient_views = GradientViews()
 
 
+def whole_slices(slices: Iterable[TensorSlice]) -> dict[str, Tensor]:
+    return {each.key: gather_whole(each.local, each.spec) for each in slices}
+
+
 def whole_gradients(gradients: GradientBuckets) -> dict[str, Tensor]:
-    return {each.key: gather_whole(each.local, each.spec) for each in gradients.slices()}
+    return whole_slices(gradients.slices())
 
 
 def samples(count: int, *, seed: int = 0, first: int = 0) -> GPT2Batch:

@@ -23,7 +23,7 @@ from megatron.parallel.context import local_tokens
 from megatron.parallel.kernels import use_cpu_kernels
 from megatron.parallel.mesh import Axis, ControlGroup, Mesh, connect_control, serial_mesh
 from megatron.parallel.schedules import PipelinePlan
-from megatron.parallel.sharding import gather_whole, load_whole
+from megatron.parallel.sharding import load_whole
 from megatron.train.evaluate import mean_losses
 from megatron.train.objectives import Objective, WholeLogitsLoss
 from megatron.train.pipelining import plan_pipeline
@@ -45,6 +45,7 @@ from tests.tiny import (
     tiny_config,
     tiny_state,
     whole_gradients,
+    whole_slices,
 )
 from tests.vit import vit_config, vit_samples
 from tools.layouts.layout import Layout, parse_layout
@@ -251,8 +252,7 @@ def of_all_stages(own: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
 
 
 def slices(state: TrainState) -> dict[str, Tensor]:
-    own = {each.key: gather_whole(each.local, each.spec) for each in state.slices()}
-    return of_all_stages(own, state.mesh)
+    return of_all_stages(whole_slices(state.slices()), state.mesh)
 
 
 def run(
@@ -277,7 +277,7 @@ def run(
         norms.append(result.grad_norm)
     data, plan = Data(case), state.pipeline
     terms.append(mean_losses(state.model, state.objective, data, EVALUATED, 1, mesh, plan))
-    weights = {each.key: gather_whole(each.local, each.spec) for each in state.optimizer.masters()}
+    weights = whole_slices(state.optimizer.masters())
     if save_to is not None:
         save_state(state, save_to, vocab_size=VOCABULARY)
     gradients, weights = (of_all_stages(each, mesh) for each in (gradients, weights))

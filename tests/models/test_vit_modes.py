@@ -14,13 +14,13 @@ from megatron.config.model import ViTConfig
 from megatron.config.training import OptimizerConfig
 from megatron.data.images import Images, open_images
 from megatron.parallel.mesh import Mesh, serial_mesh
-from megatron.parallel.sharding import gather_whole
 from megatron.train.inputs import prefetch
 from megatron.train.state import build_state
 from megatron.train.step import train_step
 from tasks.cifar10 import predict
 from tests.dist import Pool
 from tests.models.test_vit import error
+from tests.tiny import whole_slices
 from tools.layouts.layout import parse_layout
 
 pytestmark = pytest.mark.sweep
@@ -58,9 +58,8 @@ def train(
     )
     for step, micro_batches in enumerate(batches):
         train_step(state, micro_batches, 1e-3 * min(1, (step + 1) / WARM_UP))
-    weights = {each.key: gather_whole(each.local, each.spec) for each in state.optimizer.masters()}
-    state.model.eval()
-    return weights, predict(state.model, mesh, test_images, 20)[:, 0]
+    weights = whole_slices(state.optimizer.masters())
+    return weights, predict(state.model.eval(), mesh, test_images, 20)[:, 0]
 
 
 def on_ranks(layout: str, folder: Path) -> tuple[dict[str, Tensor], NDArray[np.int64]]:

@@ -20,7 +20,6 @@ from megatron.optim.adam import MasterWeights
 from megatron.optim.by_name import find_optimizer
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.mesh import Mesh, serial_mesh
-from megatron.parallel.sharding import gather_whole
 from megatron.train.pipelining import plan_pipeline
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
@@ -37,6 +36,7 @@ from tests.tiny import (
     save_state,
     tiny_config,
     tiny_state,
+    whole_slices,
 )
 from tools.layouts.layout import parse_layout
 
@@ -123,7 +123,7 @@ def train(state: TrainState, *numbers: int) -> None:
 
 
 def masters(state: TrainState) -> dict[str, Tensor]:
-    return {each.key: gather_whole(each.local, each.spec) for each in state.optimizer.masters()}
+    return whole_slices(state.optimizer.masters())
 
 
 def trained(

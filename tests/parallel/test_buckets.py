@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.parallel import cross_entropy, layers
+from megatron.parallel import cross_entropy
 from megatron.parallel.buckets import BUCKET_BYTES, GradientBuckets, clip_grad_norm
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.initialize import materialize
-from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.sharding import (
     ShardedModule,
@@ -36,6 +35,7 @@ from tests.dist import Pool
 from tests.refusals import refusal
 from tests.tiny import (
     SEED,
+    Watch,
     assert_gradients,
     assert_relative,
     leave_to_autograd,
@@ -165,14 +165,10 @@ def torchs_norm(mesh: Mesh, width: int) -> nn.Module:
     return nn.LayerNorm(width)
 
 
-def own_norm(mesh: Mesh, width: int) -> nn.Module:
-    return layers.LayerNorm(mesh, width)
-
-
 def check_misplaced_modules() -> None:
     """The error comes with the first gradient: at once, or after steps without one and of NaN."""
     mesh, x = mesh_of_ranks(2), torch.randn(2, 3, 4)
-    for make, scales in product((torchs_norm, own_norm), ((1,), (0, 1), (nan, 0, 1))):
+    for make, scales in product((torchs_norm, LayerNorm), ((1,), (0, 1), (nan, 0, 1))):
         torch.manual_seed(SEED)
         model = Misplaced(mesh, make)
         weight = model.down.weight.detach().clone()
@@ -225,16 +221,15 @@ def check_a_step_that_is_given_up() -> None:
     assert all(torch.equal(*each) for each in zip(first, last, strict=True))
 
 
-def check_users_models() -> None:
-    check_torchs_modules_on_cut_rows()
-    check_misplaced_modules()
-    check_a_layer_that_the_user_has_cut()
-    check_seeds_by_rank()
-    check_a_step_that_is_given_up()
-
-
 def test_buckets_of_a_user_s_model(gloo: Pool) -> None:
-    gloo.run(2, check_users_models)
+    for check in (
+        check_torchs_modules_on_cut_rows,
+        check_misplaced_modules,
+        check_a_layer_that_the_user_has_cut,
+        check_seeds_by_rank,
+        check_a_step_that_is_given_up,
+    ):
+        gloo.run(2, check)
 
 
 def test_a_second_backward_in_the_last_accumulate_is_an_error() -> None:
@@ -272,7 +267,7 @@ def test_what_a_backward_adds_is_there_once() -> None:
 
 
 def test_a_copy_leaves_its_gradients_to_autograd() -> None:
-    model = Misplaced(serial_mesh(), own_norm)
+    model = Misplaced(serial_mesh(), LayerNorm)
     buckets = GradientBuckets(model)
     twin = copy.deepcopy(model)
     twin(torch.randn(2, 3, 4)).backward()
@@ -451,12 +446,12 @@ def test_bf16_gradients_accumulate_in_fp32(gloo: Pool) -> None:
             assert not torch.equal(gradient, narrow[name].float()), name
 
 
-class Order(TorchDispatchMode):
+class Order(Watch):
     """Names of the matmuls, of the collectives and the waits for these, and of what adds up
     lists of tensors, in order."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self.note)
         self.seen: list[str] = []
 
     def __enter__(self) -> Self:
@@ -474,13 +469,10 @@ class Order(TorchDispatchMode):
         self.waits.stop()
         super().__exit__(*error)
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def note(self, function: Any, *_: object) -> None:
         name = function.overloadpacket.__name__
         if function.namespace == "c10d" or "mm" in name or "foreach" in name:
             self.seen.append(name.strip("_"))
-        return function(*args, **(kwargs or {}))
 
 
 def test_small_gradients_of_all_layers_are_added_in_one_call() -> None:
@@ -514,62 +506,48 @@ def test_reduction_overlaps_the_backward(gloo: Pool) -> None:
         assert "wait" not in seen, "the end of the step waits"
 
 
-def order_of_a_layer(sequence_parallel: bool) -> list[str]:
-    """The events in the backward of a layer that is cut by columns, in order."""
+def orders_of_a_layer(sequence_parallel: bool) -> tuple[list[str], list[str]]:
+    """The events in the backward of a layer that is cut by columns, in order, and those of the
+    graph that a compiler gets."""
     mesh = mesh_of_ranks(dist.get_world_size(), sequence_parallel=sequence_parallel)
-    layer = ColumnParallelLinear(mesh, 4, 8, std=1.0)
+    layer, graph = ColumnParallelLinear(mesh, 4, 8, std=1.0), list[str]()
     materialize(layer, device=CPU, dtype=torch.float32, seed=0)
-    buckets = GradientBuckets(layer)
-    y = layer(torch.randn(4, 4, requires_grad=True)).sum()
+    buckets, x = GradientBuckets(layer), torch.randn(4, 4, requires_grad=True)
+    y = layer(x).sum()
     with buckets.accumulate(is_last=True), Order() as order:
         y.backward()
-    return order.seen
-
-
-@pytest.mark.parametrize(
-    ("sequence_parallel", "order"),
-    [(False, "mm allreduce mm wait"), (True, "allgather_base mm reduce_scatter_base wait mm wait")],
-)
-def test_the_sum_of_f_begins_before_the_gradient_of_the_weight_is_computed(
-    gloo: Pool, sequence_parallel: bool, order: str
-) -> None:
-    """The gather, where the rows of x are cut, before that of x is."""
-    wanted = order.split()
-    for seen in gloo.run(2, order_of_a_layer, sequence_parallel):
-        assert seen[: len(wanted)] == wanted
-
-
-def order_of_a_compiled_layer(sequence_parallel: bool) -> list[str]:
-    """The backward of a layer that is cut by columns, as a compiler gets it."""
-    mesh = mesh_of_ranks(dist.get_world_size(), sequence_parallel=sequence_parallel)
-    layer, seen = ColumnParallelLinear(mesh, 4, 8, std=1.0), list[str]()
-    materialize(layer, device=CPU, dtype=torch.float32, seed=0)
-    buckets = GradientBuckets(layer)
-    assert mesh.tensor.group  # looked up, as by the embedding of a model
 
     def keep(backward: GraphModule, _: object) -> GraphModule:
-        seen.extend(str(node.target) for node in backward.graph.nodes)
+        graph.extend(str(node.target) for node in backward.graph.nodes)
         return backward
 
     layer.compile(backend=aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=keep))
     with buckets.accumulate(is_last=True):
-        layer(torch.randn(4, 4, requires_grad=True)).sum().backward()
+        layer(x).sum().backward()
     known = ("aten.mm", "_c10d", "megatron")
-    calls = [each.split(".")[-2] for each in seen if each.startswith(known)]
-    return ["wait" if each == "wait_tensor" else each for each in calls]
+    calls = [each.split(".")[-2] for each in graph if each.startswith(known)]
+    return order.seen, ["wait" if each == "wait_tensor" else each for each in calls]
 
 
 @pytest.mark.parametrize(
-    ("sequence_parallel", "order"),
+    ("sequence_parallel", "order", "compiled"),
     [
-        (False, "mm all_reduce add_matmul wait"),
-        (True, "all_gather_into_tensor mm reduce_scatter_tensor wait add_matmul wait"),
+        (False, "mm allreduce mm wait", "mm all_reduce add_matmul wait"),
+        (
+            True,
+            "allgather_base mm reduce_scatter_base wait mm wait",
+            "all_gather_into_tensor mm reduce_scatter_tensor wait add_matmul wait",
+        ),
     ],
 )
-def test_a_compiled_layer_does_it_in_the_same_order(
-    gloo: Pool, sequence_parallel: bool, order: str
+def test_the_sum_of_f_begins_before_the_gradient_of_the_weight_is_computed(
+    gloo: Pool, sequence_parallel: bool, order: str, compiled: str
 ) -> None:
-    assert gloo.run(2, order_of_a_compiled_layer, sequence_parallel) == [order.split()] * 2
+    """The gather, where the rows of x are cut, before that of x is."""
+    wanted = order.split()
+    for seen, graph in gloo.run(2, orders_of_a_layer, sequence_parallel):
+        assert seen[: len(wanted)] == wanted
+        assert graph == compiled.split()
 
 
 class Long(ShardedModule):

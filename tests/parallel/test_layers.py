@@ -71,18 +71,13 @@ WHOLE, LOGITS = Place(False, None), Place(False, "vocabulary")
 Weights = dict[str, Tensor]
 
 
-def call(layer: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = layer(x)
-    return y
-
-
 class Case(NamedTuple):
     make: Callable[[LayerFactory, Mesh], nn.Module]
     dense: Callable[[Tensor, Weights], Tensor]
     x: Place
     y: Place
     width: int | None = HIDDEN  # of x; None for token ids
-    call: Callable[[nn.Module, Tensor], Tensor] = call
+    call: Callable[[nn.Module, Tensor], Tensor] = nn.Module.__call__
 
 
 def of(name: str, *sizes: int, **settings: Any) -> Callable[[LayerFactory, Mesh], nn.Module]:

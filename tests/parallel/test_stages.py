@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from megatron import api
 from megatron.api import GradientBuckets, Mesh, PipelineModel, PipelineStage, run_pipeline, tie
-from megatron.parallel.sharding import gather_whole
 from megatron.train.evaluate import mean_losses
 from tests import plain
 from tests.dist import Pool
 from tests.refusals import refusal
-from tests.tiny import whole_gradients, whole_weights
+from tests.tiny import whole_gradients, whole_slices, whole_weights
 
 WORDS, WIDTH, MICRO_BATCHES, STEPS, CLIP = 11, 6, 6, 2, 0.1
 
@@ -192,9 +191,7 @@ def train(case: Case, steps: range = range(STEPS), folder: Path | None = None) -
     if folder is not None:
         slices = [*api.model_slices(model), *api.optimizer_slices(model, optimizer)]
         api.save_checkpoint(folder, steps.stop, slices, {}, mesh)
-    after = whole_weights(model)
-    if case.zero:
-        after = {each.key: gather_whole(each.local, each.spec) for each in optimizer.masters()}
+    after = whole_slices(optimizer.masters()) if case.zero else whole_weights(model)
     return Found(losses, norms, of_first, after)
 
 

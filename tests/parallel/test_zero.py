@@ -21,12 +21,19 @@ from megatron.parallel.bucket import gathered
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import ALONE, Axis, Mesh
-from megatron.parallel.sharding import FlatRange, ShardingSpec, gather_whole
+from megatron.parallel.sharding import FlatRange, ShardingSpec
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests import plain
 from tests.dist import Pool
-from tests.tiny import VOCABULARY, mesh_of_ranks, micro_batches, samples, tiny_model
+from tests.tiny import (
+    VOCABULARY,
+    mesh_of_ranks,
+    micro_batches,
+    samples,
+    tiny_model,
+    whole_slices,
+)
 
 CPU = torch.device("cpu")
 STAGES = (1, 2, 3)
@@ -55,11 +62,7 @@ def trained(
         norms.append(train_step(state, micro_batches(batch, mesh, 2), LR).grad_norm)
     assert (0 < state.skipped < STEPS) == (dtype == torch.float16), state.skipped
     assert min(filter(isfinite, norms)) > 0.5, "the clip would not be seen"
-    masters, weights = (
-        {each.key: gather_whole(each.local, each.spec) for each in slices}
-        for slices in (state.optimizer.masters(), state.weights())
-    )
-    return masters, weights, norms
+    return whole_slices(state.optimizer.masters()), whole_slices(state.weights()), norms
 
 
 def check_bits() -> None:
@@ -187,7 +190,7 @@ def check_own_model(stage: int) -> None:
             optimizer.step(LR, norm=norm)
     named = [word for word in re.findall(r"[\w.]+", printed.getvalue()) if word in wanted]
     assert sorted(named) == sorted(unreached) * mesh.is_first
-    found = {each.key: gather_whole(each.local, each.spec) for each in optimizer.masters()}
+    found = whole_slices(optimizer.masters())
     frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
     assert len(frozen) == 2
     assert found.keys() | frozen == wanted.keys()
