@@ -110,7 +110,7 @@ class GPT2(Tree):
 
 
 class BERT(Tree):
-    """Pretrained, or with the head of a task, which is left to the test."""
+    """Without its heads, which are left to the test."""
 
     def __init__(self, weights: Weights, heads: int, is_post: bool = False) -> None:
         super().__init__(weights)
@@ -131,13 +131,6 @@ class BERT(Tree):
 
     def pool(self, x: Tensor) -> Tensor:
         return linear(x[:, 0], self.pooler.dense).tanh()
-
-    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Logits of all tokens [b, s, v], and of the order of the segments [b, 2]."""
-        x = self.encode(batch)
-        words = layer_norm(F.gelu(linear(x, self.mlm.dense)), self.mlm.norm)
-        logits = F.linear(words, self.encoder.word_embedding.weight, self.mlm.head.bias)
-        return logits, linear(self.pool(x), self.sop)
 
 
 def summed_loss(logits: Tensor, batch: Any) -> Tensor:

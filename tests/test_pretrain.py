@@ -16,7 +16,6 @@ from megatron.config.checkpoint import TrainedConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.train.trained import open_trained
 from tests import programs
-from tests.config.test_checks import rows_of
 from tests.data.samples import (
     change,
     forget_samples,
@@ -25,7 +24,7 @@ from tests.data.samples import (
     write_tokenizer,
 )
 from tests.programs import SHAPE, lines_of, refused_before_torch, values_of
-from tests.refusals import field_of, refusal, refused
+from tests.refusals import by_last_flag, field_of, refusal, refused
 
 # Takes seconds to import, and a training step needs none of it.
 HEAVY = (
@@ -105,7 +104,7 @@ SETTINGS = """
 --save x --keep-checkpoints 1 | --load nowhere | --preset {folder}/mine.toml
 """  # the last flag is refused
 EARLY = [
-    *((words, "", flag) for words, _, flag in rows_of(SETTINGS)),
+    *((words, "", flag) for words, flag in by_last_flag(SETTINGS)),
     (f"{TENSOR} 3", "RANK=0 WORLD_SIZE=3", TENSOR),
     (f"{TENSOR} 2", "RANK=0 WORLD_SIZE=3", TENSOR),
     ("--global-batch-size 3", "RANK=0 WORLD_SIZE=2", "--global-batch-size"),
@@ -135,7 +134,7 @@ DATA = """
 """  # the last flag is refused
 # Arguments, the field that is refused, and how many warnings come before.
 LATE = [
-    *((words, flag, 0) for words, _, flag in rows_of(DATA)),
+    *((words, flag, 0) for words, flag in by_last_flag(DATA)),
     ("--vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt", "--data-path", 0),
     (f"{FILE}/own_text_document --tokenizer-type BertWordPiece", "--tokenizer-type", 0),
     (UNSAVED, "--split", 1),

@@ -181,14 +181,14 @@ def of_run(model: str, folder: Path) -> dict[str, Any]:
     texts = [(5 + start + np.arange(40)) % 90 for start in random.integers(60, size=30)]
     prefix = folder / "some_text_document"
     shape = f"--model {KINDS[model]} --hf-model {folder / 'model'}"
-    if model != "bert":
+    if model == "bert":
+        file = write_wordpiece(folder)
+        tokenizer = build_tokenizer("BertWordPieceLowerCase", file, None)
+        facts = {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
+        write_sentences(prefix, [np.split(text, 5) for text in texts], **facts)
+        shape += f" --vocab-file {file}"
+    else:
         write_data_of_tokenizer(prefix, [[*text, 260] for text in texts])
-        return {"program": "pretrain", "shape": shape, "folder": folder, "data": prefix}
-    file = write_wordpiece(folder)
-    tokenizer = build_tokenizer("BertWordPieceLowerCase", file, None)
-    facts = {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
-    write_sentences(prefix, [np.split(text, 5) for text in texts], **facts)
-    shape += f" --vocab-file {file}"
     return {"program": "pretrain", "shape": shape, "folder": folder, "data": prefix}
 
 

@@ -4,14 +4,13 @@ import json
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 
 import pretrain
 import tasks.main
-from tests.programs import assert_equal_bits, newest, start_ranks
+from tests.programs import assert_equal_bits, lines_of, newest, start_ranks, values_of
 from tests.refusals import field_of, refusal, refused
 from tests.vit import write_images
 
@@ -38,11 +37,6 @@ def run(data: Path, words: str, folder: Path, *, world: int = 1) -> str:
         return ranks.text(0)
 
 
-def lines(save: Path, key: str) -> list[dict[str, Any]]:
-    every = map(json.loads, (save / "metrics.jsonl").read_text().splitlines())
-    return [each for each in every if key in each and "rewound" not in each]
-
-
 @pytest.fixture(scope="module")
 def alone(data: Path) -> Path:
     """The checkpoints and the record of a run of one process."""
@@ -55,7 +49,7 @@ def test_epochs_accuracy_and_resuming(data: Path, tmp_path: Path) -> None:
     """4 steps of 8 images are an epoch of 36; dropout included."""
     words = f"{EPOCHS} --hidden-dropout 0.1 --attention-dropout 0.1"
     said = run(data, f"{words} --save {tmp_path}/whole", tmp_path)
-    evaluations = lines(tmp_path / "whole", "validation_top1")
+    evaluations = lines_of(tmp_path / "whole", "validation_top1")
     assert [each["step"] for each in evaluations] == [4, 8, 9]
     assert {each["validation_samples"] for each in evaluations} == {3 * TEST}
     assert evaluations[-1]["validation_top1"] * 3 * TEST == pytest.approx(
@@ -78,7 +72,7 @@ def evaluate(words: list[str]) -> None:
 
 
 def test_the_task_gives_the_accuracy_of_training(data: Path, alone: Path, tmp_path: Path) -> None:
-    expected = lines(alone, "validation_top1")[-1]["validation_top1"]
+    expected = values_of(alone, "validation_top1")[-1]
     words = f"--task CIFAR10 --load {alone} --valid-data {data} --output {tmp_path}/out.json"
     evaluate([*words.split(), "--picture", f"{tmp_path}/some.png"])
     found = json.loads((tmp_path / "out.json").read_text())
@@ -107,7 +101,7 @@ def test_the_task_gives_the_accuracy_of_training(data: Path, alone: Path, tmp_pa
 
 def test_it_learns(data: Path, tmp_path: Path) -> None:
     run(data, f"--micro-batch-size 6 --epochs 8 --lr 3e-3 --save {tmp_path}/run", tmp_path)
-    assert lines(tmp_path / "run", "validation_top1")[-1]["validation_top1"] == 1.0
+    assert values_of(tmp_path / "run", "validation_top1")[-1] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -123,8 +117,8 @@ def test_it_learns(data: Path, tmp_path: Path) -> None:
 def test_layouts_agree(data: Path, alone: Path, tmp_path: Path, layout: str, world: int) -> None:
     run(data, f"{EPOCHS} {layout} --save {tmp_path}", tmp_path, world=world)
     for name in ("loss", "validation_loss", "validation_top1"):
-        one, other = ([each[name] for each in lines(save, name)] for save in (alone, tmp_path))
-        assert other == pytest.approx(one, rel=1e-4)
+        expected = pytest.approx(values_of(alone, name), rel=1e-4)
+        assert values_of(tmp_path, name) == expected
 
 
 def test_context_ranks_train_and_evaluate_as_one(data: Path, tmp_path: Path) -> None:
@@ -134,12 +128,10 @@ def test_context_ranks_train_and_evaluate_as_one(data: Path, tmp_path: Path) -> 
     ring = f"{words} {layout} --cp-comm-type p2p --save {tmp_path}/other"
     run(data, ring, tmp_path, world=2)
     for name in ("loss", "validation_loss", "validation_top1"):
-        one, other = (
-            [each[name] for each in lines(tmp_path / save, name)] for save in ("alone", "other")
-        )
+        one, other = (values_of(tmp_path / save, name) for save in ("alone", "other"))
         assert other == pytest.approx(one, rel=1e-4)
 
-    expected = lines(tmp_path / "other", "validation_top1")[-1]["validation_top1"]
+    expected = values_of(tmp_path / "other", "validation_top1")[-1]
     task = f"--task CIFAR10 --valid-data {data} --output {tmp_path}/out.json {layout}"
     arguments = f"{task} --load {tmp_path}/other --micro-batch-size 5".split()
     with start_ranks(partial(evaluate, arguments), range(2), 2, tmp_path) as ranks:

@@ -267,7 +267,7 @@ def test_weights_match_by_name_but_for_what_is_allowed(tmp_path: Path) -> None:
 
 
 # Made by commit 98c61ae with the state and the steps below, from scratch: six steps, saved after
-# three, at two tensor-parallel ranks. These are the losses of steps 4 to 6 there, as of one process.
+# three, at two tensor-parallel ranks. These are the losses of steps 4 to 6 there.
 OLD = Path(__file__).parent / "of_98c61ae"
 OLD_LOSSES = [3.942508969988142, 3.9448824564615887, 3.9357579549153647]
 SIZES = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 2}

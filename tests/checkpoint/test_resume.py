@@ -12,9 +12,9 @@ from megatron.config.pretrain import PretrainGPT2Config
 from megatron.errors import UsageError
 from megatron.models.registry import config_of
 from tests.checkpoint.files import make_checkpoint
-from tests.config.test_checks import rows_of, settings
+from tests.config.test_checks import settings
 from tests.models.own_kind import PretrainOwnConfig
-from tests.refusals import refused
+from tests.refusals import by_last_flag, refused
 
 IDENTITY = {"vocab_size": 100, "tokenizer": "f", "data": ["1/4 of SHA-256 a", "3/4 of SHA-256 b"]}
 PATH = Path("somewhere/step_00000004")
@@ -87,7 +87,7 @@ MIXED = """
 
 
 def test_runs_are_not_mixed(runs: Path) -> None:
-    for words, *_ in rows_of(MIXED):
+    for words, _ in by_last_flag(MIXED):
         assert refused(start_of, words) == "--save", words
 
 
@@ -163,9 +163,9 @@ def started(words: list[str]) -> None:
 
 
 def test_settings_that_may_and_may_not_change() -> None:
-    for row, _, flag in rows_of(FIXED):
+    for row, flag in by_last_flag(FIXED):
         assert refused(started, row) == flag, row
-    for row, *_ in rows_of(FREE):
+    for row, _ in by_last_flag(FREE):
         started(row.split())
     check(finetune=True, seed=5, bf16=True, identity={"data": []})
     assert refusal(settings(num_layers=3), manifest(), finetune=True)[0] == "--num-layers"

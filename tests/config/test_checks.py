@@ -25,7 +25,7 @@ from megatron.config.training import PrecisionConfig
 from megatron.errors import UsageError
 from megatron.optim.schedule import learning_rate
 from tests.models.own_kind import OwnConfig
-from tests.refusals import field_of, refusal, refused
+from tests.refusals import by_last_flag, field_of, refusal, refused
 from tools.layouts.job import program_of
 from tools.plan.__main__ import QuestionConfig
 
@@ -127,8 +127,7 @@ Row = tuple[str, int, str]
 
 
 def rows_of(table: str, processes: int = 1) -> list[Row]:
-    rows = [row for line in table.split("\n") for row in line.split(" | ") if row]
-    return [(row, processes, [w for w in row.split() if w[:2] == "--"][-1]) for row in rows]
+    return [(row, processes, flag) for row, flag in by_last_flag(table)]
 
 
 # Arguments, number of processes, and the flag that is refused; the error says what works.

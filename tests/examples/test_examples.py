@@ -25,7 +25,6 @@ from megatron.api import (
     RandomText,
     Samples,
     build_state,
-    gather_whole,
     learning_rate,
     materialize,
     serial_mesh,
@@ -34,7 +33,7 @@ from tests import plain, threads
 from tests.dist import Pool
 from tests.programs import run_script
 from tests.refusals import refusal
-from tests.tiny import mesh_of_ranks, scatter_weights, whole_weights
+from tests.tiny import mesh_of_ranks, scatter_weights, whole_slices, whole_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 # Others are no programs, are run below, or have a test file of their own beside this one.
@@ -257,14 +256,13 @@ def build_zero(seed: int = 1) -> Model:
     return Model().double()
 
 
-def train_zero(stages: list[int], folder: Path | None = None) -> ZeroRun:
+def train_zero(stages: list[int], folder: Path) -> ZeroRun:
     """Losses and norms, loss of unseen samples, weights. Each stage after the first goes on from
     the checkpoint of the previous one, in a model with other initial weights."""
     mesh, rows = mesh_of_ranks(1), list[tuple[float, float]]()
     for number, stage in enumerate(stages, start=1):
         model, steps = build_zero(number), STEPS * number // len(stages)
-        save = None if folder is None else str(folder)
-        found = zero_own_model.train(mesh, model, stage, steps, save)
+        found = zero_own_model.train(mesh, model, stage, steps, str(folder))
         rows += [(loss, norm) for _, loss, norm in found]
     with torch.no_grad():
         return rows, zero_own_model.evaluate(mesh, model), weights_in_layers(mesh, model)
@@ -298,26 +296,17 @@ def plain_zero() -> ZeroRun:
     return rows, zero_own_model.evaluate(mesh, model), after
 
 
-def assert_plain(found: ZeroRun) -> None:
+@pytest.mark.parametrize("stages", [[0], [3, 1], [2, 3]], ids=str)
+def test_each_zero_stage_is_plain_torch_and_goes_on_at_another(
+    gloo: Pool, stages: list[int], tmp_path: Path
+) -> None:
     rows, unseen, weights = plain_zero()
-    close = torch.testing.assert_close
-    close(found[0], rows, rtol=1e-11, atol=0)
-    assert found[1] == pytest.approx(unseen, rel=1e-10)
-    assert found[2].keys() == weights.keys()
-    for name, whole in weights.items():
-        assert (found[2][name] - whole).norm() <= 1e-10 * whole.norm(), name
-
-
-@pytest.mark.parametrize(("stage", "world"), [(0, 2), (3, 1), (3, 3)])  # others: the next test
-def test_each_zero_stage_is_plain_torch(gloo: Pool, stage: int, world: int) -> None:
-    for found in gloo.run(world, train_zero, [stage]):
-        assert_plain(found)
-
-
-@pytest.mark.parametrize("stages", [[3, 1], [2, 3]], ids=str)
-def test_a_run_goes_on_at_another_zero_stage(gloo: Pool, stages: list[int], tmp_path: Path) -> None:
     for found in gloo.run(2, train_zero, stages, tmp_path):
-        assert_plain(found)
+        torch.testing.assert_close(found[0], rows, rtol=1e-11, atol=0)
+        assert found[1] == pytest.approx(unseen, rel=1e-10)
+        assert found[2].keys() == weights.keys()
+        for name, whole in weights.items():
+            assert (found[2][name] - whole).norm() <= 1e-10 * whole.norm(), name
 
 
 def with_other_weights(stage: int) -> str:
@@ -345,8 +334,8 @@ def fill_from_meta() -> tuple[dict[str, Tensor], float, str]:
     assert not any(each.is_meta for each in model.parameters())
     optimizer = MasterWeights(gradients, OptimizerConfig())
     optimizer.fill((name, each) for name, each in values.named_parameters())
-    whole = {each.key: gather_whole(each.local, each.spec) for each in optimizer.weights()}
     wrong = refusal(lambda: optimizer.fill([("blocks.7.up.bias", torch.zeros(256))]))
+    whole = whole_slices(optimizer.weights())
     return whole, zero_own_model.evaluate(mesh, model), str(wrong)
 
 

@@ -1,5 +1,6 @@
 """Samples of a model in training: the text of generate.py, at every layout that trains."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,12 +39,22 @@ def state_at(name: str) -> TrainState:
     return tiny_state(mesh_of_ranks(name), config, pipeline=plan, zero_stage=layout.zero)
 
 
+def continued(
+    state: TrainState,
+    prompts: list[list[int]] = PROMPTS,
+    sampling: Sampling = SAMPLING,
+    ends: Sequence[int] = (),
+    batch: int = 1,
+    **more: Any,
+) -> list[list[int]]:
+    sizes = {"seq_length": SEQUENCE, "micro_batch_size": batch}
+    return continue_texts(state, prompts, sampling, ends=ends, **sizes, **more)
+
+
 def written(name: str, batch: int = 2) -> list[list[int]]:
     state = state_at(name)
     assert state.model.training
-    new = continue_texts(
-        state, PROMPTS, SAMPLING, ends=ENDS, seq_length=SEQUENCE, micro_batch_size=batch
-    )
+    new = continued(state, ends=ENDS, batch=batch)
     assert state.model.training
     return new
 
@@ -75,15 +86,7 @@ def stopped_at(calls: int) -> list[int]:
         return rank == 1 and len(counts) == calls
 
     with pytest.raises(Stopped):
-        continue_texts(
-            state,
-            PROMPTS,
-            SAMPLING,
-            ends=(),
-            seq_length=SEQUENCE,
-            micro_batch_size=1,
-            wants_stop=wants_stop,
-        )
+        continued(state, wants_stop=wants_stop)
     return counts
 
 
@@ -92,30 +95,15 @@ def test_a_signal_to_one_rank_ends_the_samples_of_all(gloo: Pool) -> None:
 
 
 def test_nothing_is_computed_when_all_texts_have_ended() -> None:
-    calls = list[int]()
-    continue_texts(
-        state_at("serial"),
-        [[1]],
-        SAMPLING,
-        ends=range(VOCABULARY),
-        seq_length=SEQUENCE,
-        micro_batch_size=1,
-        wants_stop=lambda: bool(calls.append(1)),
-    )
+    calls, ends = list[int](), range(VOCABULARY)
+    continued(state_at("serial"), [[1]], ends=ends, wants_stop=lambda: bool(calls.append(1)))
     assert len(calls) == 2
 
 
 def test_a_text_ends_where_the_sequence_ends() -> None:
     """A long prompt takes no room of a short one."""
     prompts, sampling = [[5] * (SEQUENCE - 1), [7]], Sampling(SEQUENCE + 9, seed=5)
-    new = continue_texts(
-        state_at("serial"),
-        prompts,
-        sampling,
-        ends=(),
-        seq_length=SEQUENCE,
-        micro_batch_size=2,
-    )
+    new = continued(state_at("serial"), prompts, sampling, batch=2)
     assert [len(each) for each in new] == [1, SEQUENCE - 1]
 
 
@@ -123,8 +111,7 @@ def test_a_row_without_numbers_ends() -> None:
     state = state_at("serial")
     with torch.no_grad():
         state.model.final_norm.bias[3] = torch.nan
-    new = continue_texts(state, [[1], [1]], SAMPLING, ends=(), seq_length=16, micro_batch_size=2)
-    assert new == [[], []]
+    assert continued(state, [[1], [1]], batch=2) == [[], []]
 
 
 class Letters:

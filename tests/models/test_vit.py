@@ -1,7 +1,6 @@
 """ViT against transformers and plain torch; its crops, flips and accuracy."""
 
 from collections.abc import Sequence
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -38,7 +37,6 @@ from tests.tiny import (
 from tests.vit import PATCH, SIDE, vit_config, vit_samples
 
 CLASSES, HIDDEN, LAYERS = 7, 32, 2
-PARAMETERS = ("weight", "bias")
 
 
 def images(count: int, *, first: int = 0, changes: bool = False) -> ImageBatch:
@@ -139,37 +137,21 @@ def assert_close(name: str, actual: Tensor, expected: Tensor) -> None:
     assert error(actual, expected) < 1e-10, name
 
 
-def test_mean_pooling_equals_plain_torch() -> None:
+def test_mean_pooling_is_that_of_their_patches() -> None:
+    """There is no class token, and the patches' bias is their own."""
+    other, batch = theirs(), images(5)
+    vit: Any = other.vit
+    weights = in_our_names({name: each.detach() for name, each in other.named_parameters()})
+    _, bias = weights.pop("token_type_embedding.weight")
+    positions = weights["position_embedding.weight"][1:]
+    weights |= {"patch_embedding.bias": bias, "position_embedding.weight": positions}
     config = vit_config(pooling="mean")
     model: ViT = build_model(config, serial_mesh(), CLASSES, seed=1, dtype=torch.float64)
-    weights = tiny_weights(model)
     scatter_weights(model, weights)
-    plain = nn.TransformerEncoderLayer(
-        HIDDEN, 4, 4 * HIDDEN, 0.0, F.gelu, norm_first=True, batch_first=True
-    ).double()
-    names = {
-        "self_attn.in_proj": "attention.qkv",
-        "self_attn.out_proj": "attention.output",
-        "linear1": "mlp.up",
-        "linear2": "mlp.down",
-        "norm1": "attention_norm",
-        "norm2": "mlp_norm",
-    }
-    batch = images(5)
-    patches = F.unfold(normalised(batch), PATCH, stride=PATCH).transpose(1, 2)
-    x = F.linear(patches, *(weights[f"patch_embedding.{kind}"].double() for kind in PARAMETERS))
-    x = x + weights["position_embedding.weight"].double()
-    for number in range(LAYERS):
-        for (theirs, ours), kind in product(names.items(), PARAMETERS):
-            weight = weights[f"transformer.layers.{number}.{ours}.{kind}"]
-            mine = plain.get_parameter(f"{theirs}{'_' if 'in_proj' in theirs else '.'}{kind}")
-            mine.data.copy_(weight.reshape(mine.shape))
-        x = plain(x)
-    norm, head = (
-        [weights[f"{name}.{kind}"].double() for kind in PARAMETERS]
-        for name in ("final_norm", "head")
-    )
-    scores = F.linear(F.layer_norm(x, (HIDDEN,), *norm).mean(1), *head)
+    x = vit.embeddings.patch_embeddings(normalised(batch)) + positions
+    for layer in vit.layers:
+        x = layer(x)
+    scores = other.get_submodule("classifier")(vit.layernorm(x).mean(1))
     assert error(model(on_device(batch, torch.device("cpu"))), scores) < 1e-12
 
 
