@@ -15,6 +15,9 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import update_wrapper
+from importlib import import_module
+from inspect import Parameter, Signature, signature
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -108,6 +111,28 @@ class Pool:
             worker.process.join()
             worker.connection.close()
         self._workers = [worker for worker in self._workers if worker not in workers]
+
+
+def on_ranks(world: int | str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that runs as a whole on so many ranks of the pool `gloo`, with the arguments that it
+    would have here. world: a number, or the name of the argument that is it."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def start(gloo: Pool, **given: Any) -> None:
+            size = given[world] if isinstance(world, str) else world
+            gloo.run(size, _run_test, test.__module__, test.__name__, given)
+
+        update_wrapper(start, test)
+        pool = Parameter("gloo", Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = signature(test).parameters.values()
+        start.__signature__ = Signature([pool, *parameters])  # type: ignore[attr-defined]
+        return start
+
+    return decorate
+
+
+def _run_test(module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(import_module(module), name).__wrapped__(**given)
 
 
 def _collect(workers: list[Worker], name: str, timeout: float) -> list[Any]:

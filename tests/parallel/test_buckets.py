@@ -31,7 +31,7 @@ from megatron.parallel.sharding import (
     replicated,
     sharding_specs,
 )
-from tests.dist import Pool
+from tests.dist import Pool, on_ranks
 from tests.refusals import refusal
 from tests.tiny import (
     SEED,
@@ -77,7 +77,8 @@ def test_narrow_buckets_round_a_sum_once() -> None:
         assert torch.equal(gradient, wide[name]), name
 
 
-def check_against_ddp() -> None:
+@on_ranks(2)
+def test_buckets_equal_distributed_data_parallel() -> None:
     """In buckets of 4 kB, of which some are reduced while the backward still runs; gradients go
     into them directly, or through autograd."""
     for is_direct in (True, False):
@@ -107,10 +108,6 @@ def check_against_ddp() -> None:
             assert_gradients(whole_gradients(buckets), expected, 1e-12)
 
 
-def test_buckets_equal_distributed_data_parallel(gloo: Pool) -> None:
-    gloo.run(2, check_against_ddp)
-
-
 class Mixed(nn.Module):
     """Our layers beside torch's."""
 
@@ -126,7 +123,8 @@ class Mixed(nn.Module):
         return self.probe(self.norm(self.down(self.up(x)))).square().sum()
 
 
-def check_torchs_modules_on_cut_rows() -> None:
+@on_ranks(2)
+def test_torchs_modules_on_cut_rows() -> None:
     """The user has said that their gradients are partial over the tensor axis, too."""
     mesh, whole = mesh_of_ranks(2, sequence_parallel=True), Mixed(serial_mesh())
     model = Mixed(mesh)
@@ -165,7 +163,8 @@ def torchs_norm(mesh: Mesh, width: int) -> nn.Module:
     return nn.LayerNorm(width)
 
 
-def check_misplaced_modules() -> None:
+@on_ranks(2)
+def test_misplaced_modules_are_refused() -> None:
     """The error comes with the first gradient: at once, or after steps without one and of NaN."""
     mesh, x = mesh_of_ranks(2), torch.randn(2, 3, 4)
     for make, scales in product((torchs_norm, LayerNorm), ((1,), (0, 1), (nan, 0, 1))):
@@ -183,7 +182,8 @@ def check_misplaced_modules() -> None:
         assert "norm." in str(error)
 
 
-def check_a_layer_that_the_user_has_cut() -> None:
+@on_ranks(2)
+def test_a_layer_that_the_user_has_cut() -> None:
     """A norm between column and row, of whose shards the user has said that they are shards."""
     mesh = mesh_of_ranks(2)
     torch.manual_seed(SEED)
@@ -196,14 +196,16 @@ def check_a_layer_that_the_user_has_cut() -> None:
         assert next(iter(wrong)) in str(error)
 
 
-def check_seeds_by_rank() -> None:
+@on_ranks(2)
+def test_weights_that_differ_by_rank_are_refused() -> None:
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(RowParallelLinear(mesh_of_ranks(1), 4, 4), nn.Linear(4, 4))
     buckets = GradientBuckets(model)
     assert isinstance(refusal(lambda: run(buckets, model, torch.zeros(4)), lines=9), RuntimeError)
 
 
-def check_a_step_that_is_given_up() -> None:
+@on_ranks(2)
+def test_a_step_that_is_given_up() -> None:
     mesh = mesh_of_ranks(1)
     torch.manual_seed(SEED)
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)])
@@ -219,17 +221,6 @@ def check_a_step_that_is_given_up() -> None:
         found.append([view.gradient.clone() for view in buckets.views])
     first, _, last = found
     assert all(torch.equal(*each) for each in zip(first, last, strict=True))
-
-
-def test_buckets_of_a_user_s_model(gloo: Pool) -> None:
-    for check in (
-        check_torchs_modules_on_cut_rows,
-        check_misplaced_modules,
-        check_a_layer_that_the_user_has_cut,
-        check_seeds_by_rank,
-        check_a_step_that_is_given_up,
-    ):
-        gloo.run(2, check)
 
 
 def test_a_second_backward_in_the_last_accumulate_is_an_error() -> None:
@@ -364,7 +355,8 @@ class Branches(nn.Module):
         return (self.second(y) if uses_second else y).square().sum()
 
 
-def check_unused_parameters() -> None:
+@on_ranks(2)
+def test_parameters_that_a_micro_batch_does_not_reach() -> None:
     """The second rank may use what the first does not, and fill buckets in another order."""
     mesh = mesh_of_ranks(1)
     orders = ((True, False), (False, True), (False, False))
@@ -385,10 +377,6 @@ def check_unused_parameters() -> None:
         for name, parameter in plain.named_parameters():
             expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             torch.testing.assert_close(found[name], all_reduce(expected, mesh.data))
-
-
-def test_parameters_that_a_micro_batch_does_not_reach(gloo: Pool) -> None:
-    gloo.run(2, check_unused_parameters)
 
 
 class NoGradient(torch.autograd.Function):
@@ -414,7 +402,8 @@ def test_a_parameter_that_is_reached_without_a_gradient_has_none() -> None:
     assert not whole_gradients(buckets)["second.weight"].any()
 
 
-def in_bf16() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+@on_ranks(2)
+def test_bf16_gradients_accumulate_in_fp32() -> None:
     """Gradients of 4 bf16 micro-batches: the buckets', their fp32 sum, their bf16 sum."""
     mesh = mesh_of_ranks(2)
     model, plain = (tiny_model(mesh, dtype=torch.bfloat16) for _ in range(2))
@@ -432,18 +421,13 @@ def in_bf16() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
             wide[name] += parameter.grad.float()
             narrow[name] += parameter.grad
     table = sharding_specs(model)
-    sums = ({n: gather_whole(g, table[n]) for n, g in each.items()} for each in (wide, narrow))
-    return whole_gradients(buckets), *sums
-
-
-def test_bf16_gradients_accumulate_in_fp32(gloo: Pool) -> None:
-    for buckets, wide, narrow in gloo.run(2, in_bf16):
-        for name, gradient in buckets.items():
-            if name == "word_embedding.weight":  # of whose two uses autograd's sum is in bf16
-                assert_relative(gradient, wide[name], 2**-7, name)
-            else:
-                assert torch.equal(gradient, wide[name]), name
-            assert not torch.equal(gradient, narrow[name].float()), name
+    for name, gradient in whole_gradients(buckets).items():
+        in_fp32, in_bf16 = (gather_whole(each[name], table[name]) for each in (wide, narrow))
+        if name == "word_embedding.weight":  # of whose two uses autograd's sum is in bf16
+            assert_relative(gradient, in_fp32, 2**-7, name)
+        else:
+            assert torch.equal(gradient, in_fp32), name
+        assert not torch.equal(gradient, in_bf16.float()), name
 
 
 class Order(Watch):
@@ -487,28 +471,38 @@ def test_small_gradients_of_all_layers_are_added_in_one_call() -> None:
         assert [each for each in order.seen if "foreach" in each] == calls
 
 
-def order_of_a_model() -> list[str]:
+@on_ranks(2)
+def test_reduction_overlaps_the_backward() -> None:
     model = tiny_model(mesh_of_ranks(1))
     buckets = GradientBuckets(model, 4096)
     buckets.start()
     loss = summed_loss(model, samples(1), CPU)[0]
     with buckets.accumulate(is_last=True), Order() as order:
         loss.backward()
-    return order.seen
+    calls = [number for number, each in enumerate(order.seen) if each == "allreduce"]
+    matmuls = [number for number, each in enumerate(order.seen) if "mm" in each]
+    assert calls[0] < matmuls[len(matmuls) // 4]
+    assert len(calls) > 10
+    assert "wait" not in order.seen, "the end of the step waits"
 
 
-def test_reduction_overlaps_the_backward(gloo: Pool) -> None:
-    for seen in gloo.run(2, order_of_a_model):
-        calls = [number for number, each in enumerate(seen) if each == "allreduce"]
-        matmuls = [number for number, each in enumerate(seen) if "mm" in each]
-        assert calls[0] < matmuls[len(matmuls) // 4]
-        assert len(calls) > 10
-        assert "wait" not in seen, "the end of the step waits"
-
-
-def orders_of_a_layer(sequence_parallel: bool) -> tuple[list[str], list[str]]:
-    """The events in the backward of a layer that is cut by columns, in order, and those of the
-    graph that a compiler gets."""
+@pytest.mark.parametrize(
+    ("sequence_parallel", "wanted", "compiled"),
+    [
+        (False, "mm allreduce mm wait", "mm all_reduce add_matmul wait"),
+        (
+            True,
+            "allgather_base mm reduce_scatter_base wait mm wait",
+            "all_gather_into_tensor mm reduce_scatter_tensor wait add_matmul wait",
+        ),
+    ],
+)
+@on_ranks(2)
+def test_the_sum_of_f_begins_before_the_gradient_of_the_weight_is_computed(
+    sequence_parallel: bool, wanted: str, compiled: str
+) -> None:
+    """In the backward of a layer that is cut by columns, and in the graph that a compiler gets; the
+    gather, where the rows of x are cut, before that of x is."""
     mesh = mesh_of_ranks(dist.get_world_size(), sequence_parallel=sequence_parallel)
     layer, graph = ColumnParallelLinear(mesh, 4, 8, std=1.0), list[str]()
     materialize(layer, device=CPU, dtype=torch.float32, seed=0)
@@ -526,28 +520,8 @@ def orders_of_a_layer(sequence_parallel: bool) -> tuple[list[str], list[str]]:
         layer(x).sum().backward()
     known = ("aten.mm", "_c10d", "megatron")
     calls = [each.split(".")[-2] for each in graph if each.startswith(known)]
-    return order.seen, ["wait" if each == "wait_tensor" else each for each in calls]
-
-
-@pytest.mark.parametrize(
-    ("sequence_parallel", "order", "compiled"),
-    [
-        (False, "mm allreduce mm wait", "mm all_reduce add_matmul wait"),
-        (
-            True,
-            "allgather_base mm reduce_scatter_base wait mm wait",
-            "all_gather_into_tensor mm reduce_scatter_tensor wait add_matmul wait",
-        ),
-    ],
-)
-def test_the_sum_of_f_begins_before_the_gradient_of_the_weight_is_computed(
-    gloo: Pool, sequence_parallel: bool, order: str, compiled: str
-) -> None:
-    """The gather, where the rows of x are cut, before that of x is."""
-    wanted = order.split()
-    for seen, graph in gloo.run(2, orders_of_a_layer, sequence_parallel):
-        assert seen[: len(wanted)] == wanted
-        assert graph == compiled.split()
+    assert " ".join(order.seen).startswith(wanted)
+    assert " ".join(calls).replace("wait_tensor", "wait") == compiled
 
 
 class Long(ShardedModule):

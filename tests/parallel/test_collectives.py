@@ -27,7 +27,7 @@ from megatron.parallel.collectives import (
 from megatron.parallel.mesh import Axis, serial_mesh
 from megatron.parallel.regions import copy_to, gather_with_gradient, reduce_from
 from tests.checkpoint.saving import before_calls
-from tests.dist import Pool
+from tests.dist import Pool, on_ranks
 from tests.refusals import refusal
 from tests.tiny import Watch, mesh_of_ranks
 
@@ -204,7 +204,8 @@ DY = {  # strides of a gradient [n, c]
 }
 
 
-def wrong_gradients_with_strides() -> list[str]:
+@on_ranks(2)
+def test_strides_change_no_gradient() -> None:
     axis, wrong = mesh_of_ranks(2).tensor, []
     for (name, case), names, kind in product(DIFFERENTIABLE.items(), PAIRS, DY):
         ranks = [STRIDES[each] for each in names]
@@ -226,15 +227,11 @@ def wrong_gradients_with_strides() -> list[str]:
         is_right &= torch.equal(own.beside(whole), own.beside(leaf))
         if not is_right:
             wrong.append(f"{name} of {' and '.join(names)}, dy {kind}, rank {axis.rank}")
-    return wrong
+    assert not wrong
 
 
 def random_like(y: Tensor, seed: int) -> Tensor:
     return Strides(tuple(y.shape), lambda whole: whole).whole(seed)
-
-
-def test_strides_change_no_gradient(gloo: Pool) -> None:
-    assert gloo.run(2, wrong_gradients_with_strides) == [[], []]
 
 
 def test_an_axis_of_size_one_returns_its_argument() -> None:
@@ -249,7 +246,8 @@ def test_rows_that_ranks_cannot_share_are_refused() -> None:
     assert "13" in str(refusal(lambda: own_rows(torch.ones(13), Axis("tensor", 2, 1))))
 
 
-def gradients_beside_f() -> tuple[Tensor, Tensor]:
+@on_ranks(2)
+def test_f_leaves_a_gradient_that_others_read_as_it_is() -> None:
     """The gradients of x and z in f(x) + z, which autograd passes on as one tensor."""
     axis = mesh_of_ranks(2).tensor
     x, z = (torch.zeros(3, requires_grad=True) for _ in range(2))
@@ -257,19 +255,14 @@ def gradients_beside_f() -> tuple[Tensor, Tensor]:
     total = copy_to(x, axis) + beside
     total.backward(torch.full((3,), 1.0 + axis.rank))
     assert x.grad is not None
+    assert x.grad.tolist() == [3.0] * 3
     assert z.grad is not None
-    return x.grad, z.grad
+    assert z.grad.tolist() == [1.0 + axis.rank] * 3
 
 
-def test_f_leaves_a_gradient_that_others_read_as_it_is(gloo: Pool) -> None:
-    for rank, (of_x, of_z) in enumerate(gloo.run(2, gradients_beside_f)):
-        assert of_x.tolist() == [3.0] * 3
-        assert of_z.tolist() == [1.0 + rank] * 3
-
-
-def given_in_pieces() -> list[str]:
-    """The collectives that are given a tensor that is not contiguous, which gloo copies and NCCL
-    refuses."""
+@on_ranks(2)
+def test_backends_get_contiguous_tensors() -> None:
+    """Others are copied by gloo and refused by NCCL."""
     axis, found = mesh_of_ranks(2).tensor, []
 
     def see(function: Any, args: Sequence[Any], result: object) -> None:
@@ -280,8 +273,4 @@ def given_in_pieces() -> list[str]:
     with Watch(see):
         for case in CASES.values():
             case.run(STRIDES["transposed"].part(torch.ones(6, 4)), axis)
-    return found
-
-
-def test_backends_get_contiguous_tensors(gloo: Pool) -> None:
-    assert gloo.run(2, given_in_pieces) == [[], []]
+    assert not found

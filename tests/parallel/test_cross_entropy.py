@@ -25,7 +25,7 @@ from megatron.parallel.initialize import materialize
 from megatron.parallel.layers import VocabParallelEmbedding, VocabParallelHead
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.train.evaluate import most_probable
-from tests.dist import Pool
+from tests.dist import Pool, on_ranks
 from tests.tiny import (
     Communication,
     Watch,
@@ -95,18 +95,15 @@ def check_infinite_logits() -> None:
     torch.testing.assert_close(vocab_parallel_cross_entropy(own, labels, axis, 12), expected)
 
 
-def check_all_logits() -> None:
+@pytest.mark.parametrize("size", [1, 2, 3])
+@on_ranks("size")
+def test_the_loss_of_logits_equals_torchs(size: int) -> None:
     check_infinite_logits()
     check_logits(50_257, 128, torch.float32, 1e-5)
     check_logits(50_257, 128, torch.float64, 1e-12)
     check_logits(101, 1, torch.float64, 1e-12)
     check_logits(5, 128, torch.float64, 1e-12)  # all but the first rank hold padding only
     check_logits(101, 128, torch.bfloat16, 1e-5)  # the logits are rounded, the loss is not
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_loss_of_logits_equals_torchs(gloo: Pool, size: int) -> None:
-    gloo.run(size, check_all_logits)
 
 
 def best_tokens(dtype: torch.dtype) -> list[int]:
@@ -197,7 +194,9 @@ def check_rows_of_the_stream() -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
 
 
-def check_all_with_layer() -> None:
+@pytest.mark.parametrize("size", [1, 2, 3])
+@on_ranks("size")
+def test_the_loss_with_its_layer_equals_torchs(size: int) -> None:
     with patch.object(cross_entropy, "CHUNK_BYTES", 5 * 8 * 13), NOT_COMPILED:
         check_rows_of_the_stream()
     for chunk_bytes, is_fused in product((1, 2 * 8 * 13, 2**28), (False, True)):
@@ -205,11 +204,6 @@ def check_all_with_layer() -> None:
             check_with_layer(torch.float64, 1e-12, is_fused)
             check_with_layer(torch.float32, 1e-5, is_fused)
             check_with_layer(torch.bfloat16, 0.06, is_fused)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_loss_with_its_layer_equals_torchs(gloo: Pool, size: int) -> None:
-    gloo.run(size, check_all_with_layer)
 
 
 @pytest.mark.slow
@@ -267,8 +261,10 @@ def gradients_of_two_micro_batches(dtype: torch.dtype, factor: float, direct: bo
     return whole_gradients(buckets)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks("size")
 @SMALL_CHUNKS
-def check_incoming_gradients() -> None:
+def test_the_incoming_gradient_may_be_any_number(size: int) -> None:
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 0.03)):
         one = gradients_of_two_micro_batches(dtype, 1.0, direct=False)
         for factor in (1.0, 0.5, 3.0):
@@ -276,11 +272,6 @@ def check_incoming_gradients() -> None:
                 found = gradients_of_two_micro_batches(dtype, factor, direct)
                 for name, gradient in found.items():
                     assert_relative(gradient, factor * one[name], tolerance, f"{name} x {factor}")
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_incoming_gradient_may_be_any_number(gloo: Pool, size: int) -> None:
-    gloo.run(size, check_incoming_gradients)
 
 
 @SMALL_CHUNKS

@@ -15,29 +15,27 @@ from megatron.errors import UsageError
 from megatron.parallel.agree import agree, on_all_ranks
 from megatron.parallel.mesh import Axis, Mesh, build_mesh
 from megatron.parallel.sharding import ShardingSpec
-from tests.dist import Pool
+from tests.dist import Pool, on_ranks
 from tests.refusals import refusal
 from tools.plan.absent import absent_mesh
 
 CPU = torch.device("cpu")
 
 
-def answers() -> tuple[list[int], list[str]]:
+@on_ranks(4)
+def test_a_mesh_answers_by_the_names_of_axes() -> None:
     mesh = build_mesh({"tensor": 2}, CPU)
     assert copy.deepcopy(mesh.tensor) is mesh.tensor
     names = ("tensor", "data", "batch", "model_parallel", None)
     found = [number for name in names for number in (mesh.size(name), mesh.rank(name))]
+    rank = dist.get_rank()
+    assert found == [2, rank % 2, 2, rank // 2, 2, rank // 2, 2, rank % 2, 4, rank]
     assert mesh.group("tensor") is mesh.tensor.group
     for name in ("context", "rows"):  # of one rank, and of none
         assert isinstance(refusal(partial(mesh.group, name)), ValueError)
-    return found, mesh.describe_ranks()
-
-
-def test_a_mesh_answers_by_the_names_of_axes(gloo: Pool) -> None:
-    for rank, (numbers, lines) in enumerate(gloo.run(4, answers)):
-        assert numbers == [2, rank % 2, 2, rank // 2, 2, rank // 2, 2, rank % 2, 4, rank]
-        assert len(lines) == 4
-        assert "data 1, tensor 0" in lines[2]
+    lines = mesh.describe_ranks()
+    assert len(lines) == 4
+    assert "data 1, tensor 0" in lines[2]
 
 
 def ranks(axis: Axis) -> list[int]:

@@ -24,7 +24,7 @@ from megatron.train.replicas import check_replicas
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.bert import bert_config, bert_samples
-from tests.dist import Pool
+from tests.dist import Pool, on_ranks
 from tests.huggingface import hf_config
 from tests.llama import llama_config
 from tests.refusals import refusal
@@ -250,7 +250,9 @@ def own_steps(stage: int, order: str, left_out: int = 0) -> tuple[list[Tensor], 
     return [each.local.clone() for each in optimizer.masters()], held
 
 
-def check_own(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_model_of_ones_own(stage: int) -> None:
     of_units = {}
     for left_out, orders in ((0, ("after", "first")), (1, ("after",))):
         wanted, nothing = own_steps(stage, "", left_out)
@@ -262,11 +264,6 @@ def check_own(stage: int) -> None:
     one = of_units[2, "after"][0] // 2
     assert one
     assert all(held == [units * one] * 4 for (units, _), held in of_units.items())
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_model_of_ones_own(gloo: Pool, stage: int) -> None:
-    gloo.run(2, check_own, stage)
 
 
 def test_a_model_without_layers_is_refused() -> None:

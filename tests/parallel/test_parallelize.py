@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from megatron.huggingface.replacements import parameters_on_meta
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.initialize import materialize
 from megatron.parallel.sharding import gather_whole
-from tests.dist import Pool
+from tests.dist import on_ranks
 from tests.refusals import refusal
 from tests.tiny import leave_to_autograd, mesh_of_ranks
 from tools.layouts.meters import counting
@@ -344,10 +345,11 @@ def results(
     return {"output": output.detach(), "input": x.grad, **gradients}
 
 
-def check_right(world: int) -> dict[str, float]:
-    """The largest errors by the names of RIGHT: of a copy of the model, whose gradients go through
-    autograd, and of the model, whose gradients go into the buckets."""
-    mesh, found = mesh_of_ranks(world), {}
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks("world")
+def test_a_cut_model_is_the_model(world: int) -> None:
+    """Also a copy of it, whose gradients go through autograd, where its own go into the buckets."""
+    mesh, wrong = mesh_of_ranks(world), {}
     for name, case in RIGHT.items():
         model, x = built(case.make), inputs(case.of_ids)
         wanted = results(model, x)
@@ -358,15 +360,9 @@ def check_right(world: int) -> dict[str, float]:
         ways = [results(twin, x, of_twin), results(model, x, GradientBuckets(model))]
         with torch.no_grad():
             ways.append({**wanted, "output": model(x)})
-        found[name] = max(errors(each, wanted) for each in ways)
-    return found
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_cut_model_is_the_model(gloo: Pool, world: int) -> None:
-    for found in gloo.run(world, check_right, world):
-        assert found.keys() == RIGHT.keys()
-        assert {name: error for name, error in found.items() if not error < 1e-12} == {}
+        error = max(errors(each, wanted) for each in ways)
+        wrong |= {} if error < 1e-12 else {name: error}
+    assert not wrong
 
 
 def test_a_transposed_weight_on_one_rank_is_the_model_s_for_its_code() -> None:
@@ -379,7 +375,8 @@ def test_a_transposed_weight_on_one_rank_is_the_model_s_for_its_code() -> None:
     assert errors(results(model, x, buckets), wanted) < 1e-12
 
 
-def check_sums() -> list[tuple[int, int]]:
+@on_ranks(2)
+def test_layers_that_read_one_tensor_sum_its_gradient_once() -> None:
     """(collectives of forward and backward, warnings) with inputs, without, and if the model's code
     needs the values of its inputs."""
 
@@ -395,15 +392,12 @@ def check_sums() -> list[tuple[int, int]]:
         with counting(mesh) as counts:
             model(x).sum().backward()
         found.append((counts.calls["tensor"], len(caught)))
-    return found
+    assert found == [(2, 0), (3, 0), (3, 1)]
 
 
-def test_layers_that_read_one_tensor_sum_its_gradient_once(gloo: Pool) -> None:
-    assert gloo.run(2, check_sums) == [[(2, 0), (3, 0), (3, 1)]] * 2
-
-
-def check_twice_on_a_leaf() -> float:
-    """Modules that are called without the model; a backward leaves nothing of their call."""
+@on_ranks(2)
+def test_a_module_may_be_called_without_the_model() -> None:
+    """Twice on a leaf: a backward leaves nothing of a call."""
     model, x = built(partial(with_gate, gated)), inputs(False)
     whole = {name: model.get_parameter(f"{name}.weight").detach() for name in ("up", "gate")}
     parallelize(model, GATED, mesh_of_ranks(2), [x])
@@ -412,11 +406,7 @@ def check_twice_on_a_leaf() -> float:
         model.get_submodule(name)(x).sum().backward()
     wanted = (2 * whole["up"].sum(0) + whole["gate"].sum(0)).expand_as(x)
     assert x.grad is not None
-    return float((x.grad - wanted).norm() / wanted.norm())
-
-
-def test_a_module_may_be_called_without_the_model(gloo: Pool) -> None:
-    assert max(gloo.run(2, check_twice_on_a_leaf)) < 1e-12
+    assert float((x.grad - wanted).norm() / wanted.norm()) < 1e-12
 
 
 # Plans that do not cut rightly
@@ -549,8 +539,8 @@ REFUSED = {
 }
 
 
-def check_refused() -> list[str]:
-    """Names of cases of REFUSED whose error does not name what it should."""
+@on_ranks(2)
+def test_plans_that_would_be_wrong_are_refused_by_name() -> None:
     mesh, wrong = mesh_of_ranks(2), []
     for name, (named, case) in REFUSED.items():
         model, x = built(case.make), inputs(case.of_ids)
@@ -565,7 +555,7 @@ def check_refused() -> list[str]:
         is_right = isinstance(error, PlanError | RuntimeError) and re.search(pattern, str(error))
         if not (is_right and (is_cut or parts(model) == before)):
             wrong.append(f"{name}: {error}")
-    return wrong
+    assert not wrong
 
 
 def parts(model: nn.Module) -> list[Any]:
@@ -575,10 +565,6 @@ def parts(model: nn.Module) -> list[Any]:
         for each in model.modules()
         for own in [[id(parameter) for parameter in each.parameters(recurse=False)]]
     ]
-
-
-def test_plans_that_would_be_wrong_are_refused_by_name(gloo: Pool) -> None:
-    assert gloo.run(2, check_refused) == [[], []]
 
 
 class Transposed(nn.Module):
@@ -602,12 +588,12 @@ TRANSPOSED: Plan = {
 }
 
 
+@on_ranks(2)
 @torch.no_grad()
-def check_states(world: int) -> dict[str, bool]:
-    """For each way to give the model its weights, from zeros: whether it then has them."""
+def test_weights_go_in_and_out_by_the_model_s_names() -> None:
     model = built(Transposed)
     weights = {name: each.clone() for name, each in model.state_dict().items()}
-    parallelize(model, TRANSPOSED, mesh_of_ranks(world))
+    parallelize(model, TRANSPOSED, mesh_of_ranks(2))
     shards = {name: each.clone() for name, each in model.state_dict().items()}
 
     def is_whole(model: nn.Module, wanted: Mapping[str, Tensor] = weights) -> bool:
@@ -616,27 +602,19 @@ def check_states(world: int) -> dict[str, bool]:
         same = (torch.equal(found[name], each) for name, each in wanted.items())
         return [*found] == [*wanted] and all(same)
 
-    found = {"cut in place": is_whole(model)}
+    assert is_whole(model)
     with parameters_on_meta():
-        empty = parallelize(Transposed(), TRANSPOSED, mesh_of_ranks(world))
+        empty = parallelize(Transposed(), TRANSPOSED, mesh_of_ranks(2))
     materialize(empty, device=torch.device("cpu"), dtype=torch.float64, seed=None)
-    for name, state in {"shards": shards, "whole": weights}.items():
-        for each in (model, empty):
-            for parameter in each.parameters():
-                parameter.zero_()
-            each.load_state_dict(state)
-            found[f"{name} {each is model}"] = is_whole(each)
+    for state, each in product((shards, weights), (model, empty)):
+        for parameter in each.parameters():
+            parameter.zero_()
+        each.load_state_dict(state)
+        assert is_whole(each)
     wrong = {**weights, "square.weight": torch.zeros(3, 3)}
     wrong.pop("qkv.bias")
     error = refusal(lambda: model.load_state_dict(wrong), lines=9)
     assert "square.weight" in str(error)
     assert "qkv.bias" in str(error)
     narrow = {name: each.float() for name, each in weights.items() if each.is_floating_point()}
-    narrow = weights | narrow
-    return {**found, "another dtype": is_whole(model.float(), narrow)}
-
-
-def test_weights_go_in_and_out_by_the_model_s_names(gloo: Pool) -> None:
-    for found in gloo.run(2, check_states, 2):
-        assert len(found) == 6
-        assert [name for name, is_right in found.items() if not is_right] == []
+    assert is_whole(model.float(), weights | narrow)

@@ -15,7 +15,7 @@ from megatron.parallel.dropout import head_keys, layer_key, row_keys
 from megatron.parallel.mesh import ALONE, Axis, Mesh, build_mesh
 from megatron.parallel.ring import Visible, ring_attention
 from tests import threads
-from tests.dist import Pool
+from tests.dist import on_ranks
 from tests.refusals import refusal
 from tests.tiny import Watch
 
@@ -224,21 +224,15 @@ def test_a_document_does_not_depend_on_the_one_before(
         assert torch.equal(one[:, :, cut:], other[:, :, cut:])
 
 
-def compiled_and_not(names: Sequence[str]) -> list[list[Tensor]]:
+@on_ranks(2)
+def test_it_is_compiled_whole_and_computes_the_same() -> None:
     context = build_mesh({"context": 2}, "cpu").context
     attend = torch.compile(ring_attention, fullgraph=True, dynamic=False, backend="aot_eager")
-    cases = [CASES[name] for name in names]
-    return [
-        on_a_rank(context, case, draw(case), function)
-        for case in cases
-        for function in (ring_attention, attend)
-    ]
-
-
-def test_it_is_compiled_whole_and_computes_the_same(gloo: Pool) -> None:
-    for found in gloo.run(2, compiled_and_not, ["causal-shared", "documents"]):
-        for plain, compiled in zip(found[::2], found[1::2], strict=True):
-            torch.testing.assert_close(compiled, plain, rtol=0, atol=0)
+    for case in (CASES["causal-shared"], CASES["documents"]):
+        plain, compiled = (
+            on_a_rank(context, case, draw(case), each) for each in (ring_attention, attend)
+        )
+        torch.testing.assert_close(compiled, plain, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["causal", "whole", "documents"])

@@ -29,7 +29,7 @@ from megatron.parallel.sharding import (
 )
 from megatron.train.executor import on_device
 from tests.bert import bert_config
-from tests.dist import Pool
+from tests.dist import on_ranks
 from tests.llama import llama_config
 from tests.refusals import refusal
 from tests.tiny import (
@@ -98,7 +98,8 @@ def test_every_parameter_and_seed_has_its_own_draw() -> None:
     assert not torch.equal(first["position_embedding.weight"], other.position_embedding.weight)
 
 
-def check_two_cuts_of_one_dim() -> None:
+@on_ranks(4)
+def test_two_cuts_of_one_dim() -> None:
     """Row r of a dim cut over data, then tensor, is on the rank (r // 4, r // 2 % 2). DTensor
     orders the axes as the mesh does; another order is refused."""
     mesh = mesh_of_ranks(2)
@@ -119,26 +120,24 @@ def check_two_cuts_of_one_dim() -> None:
             assert "weight" in str(refusal(partial(to_dtensors, module, mesh)))
 
 
-def write_and_read(folder: str, writes: int, reads: int) -> None:
+@pytest.mark.parametrize(("writes", "reads"), [(1, 2), (2, 1)])
+@on_ranks(2)
+def test_torchs_distributed_checkpoint_keeps_the_weights(
+    tmp_path: Path, writes: int, reads: int
+) -> None:
     """Weights of one layout, through torch's distributed checkpoint to another one."""
     source, target = tiny_model(mesh_of_ranks(writes)), initial(mesh_of_ranks(reads), seed=2)
-    writer = HuggingFaceStorageWriter(folder, save_distributed=True)
+    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
     dcp.save(to_dtensors(source, source.head.mesh), storage_writer=writer)
     tensors = to_dtensors(target.double(), target.head.mesh)
-    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
+    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(tmp_path)))
     from_dtensors(target, tensors)
     found, expected = whole_weights(target), whole_weights(source)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("writes", "reads"), [(1, 2), (2, 1)])
-def test_torchs_distributed_checkpoint_keeps_the_weights(
-    gloo: Pool, tmp_path: Path, writes: int, reads: int
-) -> None:
-    gloo.run(2, write_and_read, str(tmp_path), writes, reads)
-
-
-def check_specs_survive() -> None:
+@on_ranks(2)
+def test_specs_survive() -> None:
     """On meta, with memory, in bf16 and in a copy; so do ties."""
     mesh = mesh_of_ranks(2)
     on_meta_table = sharding_specs(meta := on_meta(mesh))
@@ -167,8 +166,3 @@ def assert_tied(model: GPT2) -> None:
     assert gradient is not None
     whole = gather_whole(gradient, sharding_specs(model)["word_embedding.weight"])
     assert whole[unread].any(dim=1).all()
-
-
-def test_specs_on_two_ranks_of_tensor(gloo: Pool) -> None:
-    gloo.run(4, check_two_cuts_of_one_dim)
-    gloo.run(2, check_specs_survive)
