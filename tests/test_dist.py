@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist import PATIENCE, Pool
+from tests.dist import PATIENCE, Pool, on_ranks
 
 
 def sum_of_ranks(offset: int) -> torch.Tensor:
@@ -38,6 +38,11 @@ def sleep_on_rank(rank: int) -> None:
         time.sleep(PATIENCE)
 
 
+@on_ranks("size")
+def is_not_the_last(size: int) -> None:
+    assert dist.get_rank() < size - 1
+
+
 def test_results_come_by_rank(gloo: Pool) -> None:
     for world_size in (1, 2, 3, 4):
         expected = float(sum(rank + 2 for rank in range(world_size)))
@@ -60,3 +65,8 @@ def test_a_rank_that_fails_is_named_and_the_pool_goes_on(
     with pytest.raises((RuntimeError, TimeoutError), match=found):
         gloo.run(world_size, function, *arguments, **timeout)
     assert len(gloo.run(world_size, sum_of_ranks, 0)) == world_size
+
+
+def test_a_test_on_ranks_fails_where_one_of_them_does(gloo: Pool) -> None:
+    with pytest.raises(RuntimeError, match="(?s) 1 of 2.*AssertionError"):
+        is_not_the_last(gloo=gloo, size=2)

@@ -42,7 +42,7 @@ from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.checkpoint.saving import load, names, save, saver_into, train
 from tests.config.test_checks import settings
-from tests.dist import Pool
+from tests.dist import Pool, on_ranks
 from tests.layouts.matrix import slices
 from tests.refusals import refusal
 from tests.tiny import (
@@ -171,7 +171,9 @@ def read_back(model: nn.Module, expected: Tensors) -> Tensors:
     return {key: each / 2 for key, each in whole_slices(model_slices(model)).items()}
 
 
-def check_readers_of_a_model(stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_a_model_is_copied_and_read(stage: int) -> None:
     """Readers beside the optimizer: a copy keeps its weights, whatever becomes of the model; a save
     of parameters that are not there is refused."""
     state = tiny_state(mesh_of_ranks(1), zero_stage=stage)
@@ -203,15 +205,11 @@ def check_readers_of_a_model(stage: int) -> None:
                 assert torch.equal(whole[: len(expected[key])], expected[key]), (name, key)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_model_is_copied_and_read(gloo: Pool, stage: int) -> None:
-    gloo.run(2, check_readers_of_a_model, stage)
-
-
 FACTS: dict[str, Any] = {"vocab_size": VOCABULARY}
 
 
-def embedding_round_trip(directory: Path) -> bool:
+@on_ranks(3)
+def test_a_rank_may_hold_padding_only(tmp_path: Path) -> None:
     """A vocabulary of which all but the first rank hold padding only."""
     mesh = mesh_of_ranks(torch.distributed.get_world_size())
     layer = VocabParallelEmbedding(mesh, 5, 4, divisible_by=128, std=1.0)
@@ -221,15 +219,11 @@ def embedding_round_trip(directory: Path) -> bool:
     value = torch.arange(20.0).view(5, 4)
     weight.fill_(9.0)
     spec.real(weight).copy_(value[spec.local_slices])
-    report = save_checkpoint(directory, 1, [TensorSlice("weight", spec, weight)], {}, mesh)
+    report = save_checkpoint(tmp_path, 1, [TensorSlice("weight", spec, weight)], {}, mesh)
     loaded = torch.full_like(weight, 8.0)
     load_checkpoint(verify(report.path, mesh), [TensorSlice("weight", spec, loaded)])
-    return torch.equal(gather_whole(loaded, spec), value)
-
-
-def test_a_rank_may_hold_padding_only(gloo: Pool, tmp_path: Path) -> None:
-    assert gloo.run(3, embedding_round_trip, tmp_path) == [True, True, True]
-    assert names(tmp_path / "step_00000001") == ["manifest.json", "shard_00000.safetensors"]
+    assert torch.equal(gather_whole(loaded, spec), value)
+    assert names(report.path) == ["manifest.json", "shard_00000.safetensors"]
 
 
 def test_a_checkpoint_knows_nothing_of_where_it_lies(tmp_path: Path) -> None:

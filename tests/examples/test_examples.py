@@ -30,7 +30,7 @@ from megatron.api import (
     serial_mesh,
 )
 from tests import plain, threads
-from tests.dist import Pool
+from tests.dist import Pool, on_ranks
 from tests.programs import run_script
 from tests.refusals import refusal
 from tests.tiny import mesh_of_ranks, scatter_weights, whole_slices, whole_weights
@@ -309,24 +309,20 @@ def test_each_zero_stage_is_plain_torch_and_goes_on_at_another(
             assert (found[2][name] - whole).norm() <= 1e-10 * whole.norm(), name
 
 
-def with_other_weights(stage: int) -> str:
-    mesh = mesh_of_ranks(1)
-    model = build_zero()
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_initial_weights_that_differ_are_named(stage: int) -> None:
+    mesh, model = mesh_of_ranks(1), build_zero()
     if mesh.rank("data") == 1:
         model.blocks[1].up = nn.Linear(64, 256).double()
     make = GradientBuckets.for_master_weights
-    return str(refusal(lambda: make(model, mesh=mesh, zero_stage=stage)))
+    message = str(refusal(lambda: make(model, mesh=mesh, zero_stage=stage)))
+    assert {"blocks.1.up.weight", "blocks.1.up.bias"} <= {*re.split(r"[ ,]+", message)}
+    assert "blocks.1.down.weight" not in message
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_initial_weights_that_differ_are_named(gloo: Pool, stage: int) -> None:
-    for message in gloo.run(2, with_other_weights, stage):
-        assert {"blocks.1.up.weight", "blocks.1.up.bias"} <= {*re.split(r"[ ,]+", message)}
-        assert "blocks.1.down.weight" not in message
-
-
-def fill_from_meta() -> tuple[dict[str, Tensor], float, str]:
-    """(whole weights, loss, error of a wrong name) of a model that is built on meta."""
+@on_ranks(2)
+def test_a_model_on_meta_is_filled_one_weight_at_a_time() -> None:
     mesh, values = mesh_of_ranks(1), build_zero()
     with torch.device("meta"):
         model = Model().double()
@@ -335,18 +331,11 @@ def fill_from_meta() -> tuple[dict[str, Tensor], float, str]:
     optimizer = MasterWeights(gradients, OptimizerConfig())
     optimizer.fill((name, each) for name, each in values.named_parameters())
     wrong = refusal(lambda: optimizer.fill([("blocks.7.up.bias", torch.zeros(256))]))
-    whole = whole_slices(optimizer.weights())
-    return whole, zero_own_model.evaluate(mesh, model), str(wrong)
-
-
-def test_a_model_on_meta_is_filled_one_weight_at_a_time(gloo: Pool) -> None:
-    model = build_zero()
-    expected = zero_own_model.evaluate(serial_mesh(), model)
-    for whole, loss, message in gloo.run(2, fill_from_meta):
-        for name, each in model.named_parameters():
-            assert torch.equal(whole[f"model.{name}"], each), name
-        assert loss == pytest.approx(expected, rel=1e-12)
-        assert "blocks.7.up.bias" in message
+    assert "blocks.7.up.bias" in str(wrong)
+    whole, expected = whole_slices(optimizer.weights()), zero_own_model.evaluate(mesh, values)
+    for name, each in values.named_parameters():
+        assert torch.equal(whole[f"model.{name}"], each), name
+    assert zero_own_model.evaluate(mesh, model) == pytest.approx(expected, rel=1e-12)
 
 
 def test_zero_own_model_prints_what_one_process_computes(tmp_path: Path) -> None:

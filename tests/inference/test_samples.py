@@ -16,7 +16,7 @@ from megatron.parallel.partition import partition
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.train.signals import Stopped
 from megatron.train.state import TrainState
-from tests.dist import Pool
+from tests.dist import Pool, on_ranks
 from tests.refusals import refusal
 from tests.tiny import SEQUENCE, VOCABULARY, mesh_of_ranks, tiny_config, tiny_state
 from tests.train.test_callbacks import run
@@ -76,22 +76,19 @@ def test_the_text_is_that_of_generation_at_every_layout(gloo: Pool) -> None:
             assert found == expected, name
 
 
-def stopped_at(calls: int) -> list[int]:
-    """The number of forwards until a signal to rank 1 comes, before its call of this number."""
+@on_ranks(2)
+def test_a_signal_to_one_rank_ends_the_samples_of_all() -> None:
+    """It comes before the third forward."""
     state, counts = state_at("data=2"), []
     rank = state.mesh.control.rank
 
     def wants_stop() -> bool:
         counts.append(0)
-        return rank == 1 and len(counts) == calls
+        return rank == 1 and len(counts) == 3
 
     with pytest.raises(Stopped):
         continued(state, wants_stop=wants_stop)
-    return counts
-
-
-def test_a_signal_to_one_rank_ends_the_samples_of_all(gloo: Pool) -> None:
-    assert [len(each) for each in gloo.run(2, stopped_at, 3)] == [3, 3]
+    assert len(counts) == 3
 
 
 def test_nothing_is_computed_when_all_texts_have_ended() -> None:

@@ -31,7 +31,7 @@ from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward, train_step
 from tests import plain
 from tests.bert import bert_samples
-from tests.dist import Pool
+from tests.dist import Pool, on_ranks
 from tests.huggingface import (
     DROPOUT,
     LITERAL,
@@ -305,23 +305,18 @@ CUT_DROPOUT = {
 }
 
 
-def messages_of_cut_dropout() -> list[str]:
-    found = []
-    for plan in CUT_DROPOUT.values():
+@on_ranks(2)
+def test_dropout_of_an_unknown_part_is_refused() -> None:
+    for name, plan in CUT_DROPOUT.items():
         config = hf_config("gpt2", {"resid_pdrop": 0.1, "attn_pdrop": 0.1}, plan=plan)
         state = tiny_state(mesh_of_ranks(2), config)
-        found.append(str(refusal(partial(train_step, state, [samples(2)], 0.0), lines=9)))
-    return found
+        assert name in str(refusal(partial(train_step, state, [samples(2)], 0.0), lines=9))
 
 
-def test_dropout_of_an_unknown_part_is_refused(gloo: Pool) -> None:
-    for messages in gloo.run(2, messages_of_cut_dropout):
-        for name, message in zip(CUT_DROPOUT, messages, strict=True):
-            assert name in message
-
-
-def frozen_weights(tensor_size: int, zero_stage: int) -> dict[str, float]:
-    """The largest change of a frozen parameter in two steps, and the median of the others'."""
+@pytest.mark.parametrize(("tensor_size", "zero_stage"), [(2, 0), (1, 3)])
+@on_ranks(2)
+def test_frozen_weights_stay(tensor_size: int, zero_stage: int) -> None:
+    """In two steps, in which half of the others move at least."""
     mesh, config = mesh_of_ranks(tensor_size), hf_config("marian")
     state = tiny_state(mesh, config, zero_stage=zero_stage)
     before = weights_of(state)
@@ -332,7 +327,7 @@ def frozen_weights(tensor_size: int, zero_stage: int) -> dict[str, float]:
     after = weights_of(state)
     moved = {name: float((after[name] - before[name]).norm()) for name in before}
     others = sorted(moved[name] for name in moved.keys() - names)
-    return {"frozen": max(moved[name] for name in names), "others": others[len(others) // 2]}
+    assert max(moved[name] for name in names) == 0 < others[len(others) // 2]
 
 
 def weights_of(state: TrainState) -> dict[str, Tensor]:
@@ -340,18 +335,12 @@ def weights_of(state: TrainState) -> dict[str, Tensor]:
     return {name: gather_whole(local, spec).clone() for name, (spec, local) in shards}
 
 
-@pytest.mark.parametrize(("tensor_size", "zero_stage"), [(2, 0), (1, 3)])
-def test_frozen_weights_stay(gloo: Pool, tensor_size: int, zero_stage: int) -> None:
-    for moved in gloo.run(2, frozen_weights, tensor_size, zero_stage):
-        assert moved["frozen"] == 0 < moved["others"]
-
-
-def continuations(tensor_size: int) -> dict[str, bool]:
-    """Whether greedy generation, with and without a cache, is that of plain transformers."""
-    found = {}
+@on_ranks(2)
+def test_cut_models_generate_what_the_whole_does() -> None:
+    """Greedily, with and without a cache."""
     for name in ("llama, 1 key/value head", "mistral, a window"):
         config = CASES[name].config
-        state = tiny_state(mesh_of_ranks(tensor_size), config)
+        state = tiny_state(mesh_of_ranks(2), config)
         weights = by_their_names(state.model, whole_weights(state.model))
         model = plain_model(config).eval()
         load_plain(model, weights)
@@ -361,13 +350,7 @@ def continuations(tensor_size: int) -> dict[str, bool]:
             words = {"max_new_tokens": 5, "do_sample": False, "use_cache": cache}
             own = state.model.model.generate(ids, **words)
             assert len({*own[:, 6:].flatten().tolist()}) > 1, "any model would say so"
-            found[f"{name} {cache}"] = torch.equal(own, model.generate(ids, **words))
-    return found
-
-
-def test_cut_models_generate_what_the_whole_does(gloo: Pool) -> None:
-    for found in gloo.run(2, continuations, 2):
-        assert all(found.values()), found
+            assert torch.equal(own, model.generate(ids, **words)), name
 
 
 # Modules of the second layer that begin an MLP.
@@ -377,12 +360,12 @@ UP = {
 }
 
 
-def names_of_faults(tensor_size: int) -> dict[str, list[str]]:
-    """Errors where one rank's weight is another, and where its output is infinite."""
-    mesh, found = mesh_of_ranks(tensor_size), {}
+@on_ranks(2)
+def test_faults_are_told_by_the_models_own_names() -> None:
+    """One rank's weight is another, and its output is infinite."""
+    mesh = mesh_of_ranks(2)
     is_last = mesh.control.rank == mesh.control.size - 1
     for model, name in UP.items():
-        found[model] = []
         batches = [bert_samples(2) if model == "bert" else samples(2)]
         state = tiny_state(mesh, hf_config(model))
         norm = next(
@@ -390,10 +373,9 @@ def names_of_faults(tensor_size: int) -> dict[str, list[str]]:
         )
         with torch.no_grad():
             state.model.get_parameter(norm).view(-1)[0] += float(is_last)
-        try:
+        with pytest.raises(ReplicaDrift) as drift:
             check_replicas(state, batches)
-        except ReplicaDrift as drift:
-            found[model] += [*drift.names, f"model.{norm}"]  # as a checkpoint calls it
+        assert f"model.{norm}" in drift.value.names  # as a checkpoint calls it
         for recompute in ("none", "full")[: 2 if model == "llama" else 1]:
             state = tiny_state(mesh, hf_config(model, recompute_granularity=recompute))
             if is_last:
@@ -401,17 +383,7 @@ def names_of_faults(tensor_size: int) -> dict[str, list[str]]:
                 module.register_forward_hook(lambda module, inputs, output: output * torch.inf)
             with pytest.raises(NonFiniteError) as raised:
                 train_step(state, batches, 0.1)
-            found[model].append(raised.value.found.what)
-    return found
-
-
-def test_faults_are_told_by_the_models_own_names(gloo: Pool) -> None:
-    for found in gloo.run(2, names_of_faults, 2):
-        for model, name in UP.items():
-            said = f"the output of {name}"
-            *drifted, norm = (each for each in found[model] if each != said)
-            assert norm in drifted
-            assert found[model].count(said) == (2 if model == "llama" else 1)
+            assert raised.value.found.what == f"the output of {name}"
 
 
 def test_values_that_a_constructor_sets_are_initial_values() -> None:

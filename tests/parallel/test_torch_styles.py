@@ -25,7 +25,7 @@ from megatron.huggingface.parallelize import parallelize
 from megatron.huggingface.plan import Column, Local, PlanError
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.sharding import gather_whole
-from tests.dist import Pool
+from tests.dist import on_ranks
 from tests.parallel.test_parallelize import Layers, errors
 from tests.refusals import field_of, refusal
 from tests.tiny import mesh_of_ranks
@@ -225,52 +225,33 @@ def torchs(world: int, name: str) -> Found:
     return found
 
 
-def check(world: int, name: str) -> dict[str, float]:
+@pytest.mark.parametrize("name", PLANS)
+@on_ranks(2)
+def test_the_tutorial_s_dictionary_is_one_process(name: str) -> None:
     wanted = serial(built())
-    ways = ("one dictionary", "block by block", "own heads")
-    found = {way: errors(ours(world, name, way), wanted) for way in ways}
-    return found | {"torch's parallelize_module": errors(torchs(world, name), wanted)}
+    for way in ("one dictionary", "block by block", "own heads"):
+        assert errors(ours(2, name, way), wanted) < 1e-13, way
+    assert errors(torchs(2, name), wanted) < 1e-13, "torch's parallelize_module"
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_the_tutorial_s_dictionary_is_one_process(gloo: Pool, name: str) -> None:
-    for found in gloo.run(2, check, 2, name):
-        assert max(found.values()) < 1e-13, found
-
-
-def check_shared_heads(name: str) -> float:
+@on_ranks(4)
+def test_fewer_heads_than_ranks_are_shared(name: str) -> None:
     """Each of 4 ranks computes the one of 2 key/value heads that its 2 queries need."""
     plan = own_heads(name) | {"layers.*.attention.w[kv]": Column(heads=2, queries=HEADS)}
     prepared, _ = plan["layers.*.attention"]
     plan["layers.*.attention"] = [prepared, Local("n_heads", n_kv_heads=1, n_rep=2)]
     model = parallelize(built(kv_heads=2), plan, mesh_of_ranks(4))
-    return errors(of_buckets(model), serial(built(kv_heads=2)))
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_fewer_heads_than_ranks_are_shared(gloo: Pool, name: str) -> None:
-    assert max(gloo.run(4, check_shared_heads, name)) < 1e-13
-
-
-def check_bytes(world: int, plan: Mapping[str, Any]) -> tuple[int, int]:
-    """(calls, bytes sent) of forward and backward of one layer."""
-    counts = []
-    for layers in (1, 2):
-        mesh, model = mesh_of_ranks(world), built(layers)
-        parallelize(model, plan, mesh, [IDS])
-        with counting(mesh) as found:
-            backward(model)
-        counts.append((found.calls["tensor"], found.sent_bytes["tensor"]))
-    (calls, sent), (more_calls, more) = counts
-    return more_calls - calls, more - sent
+    assert errors(of_buckets(model), serial(built(kv_heads=2))) < 1e-13
 
 
 @pytest.mark.parametrize(("name", "calls"), [("tensor", 4), ("sequence", 8)])
 @pytest.mark.parametrize(
     ("world", "has_own_heads"), [(4, True), (2, False)], ids=["own heads", "whole heads"]
 )
+@on_ranks("world")
 def test_a_layer_sends_what_its_form_has_to(
-    gloo: Pool, world: int, has_own_heads: bool, name: str, calls: int
+    world: int, has_own_heads: bool, name: str, calls: int
 ) -> None:
     """Four all-reduces of b s h; or four gathers and four reduce-scatters, half as long each. With
     whole heads, q, k and v (half of q each) are gathered in the forward, and in the backward the
@@ -279,8 +260,15 @@ def test_a_layer_sends_what_its_form_has_to(
     plan = own_heads(name)
     if not has_own_heads:
         plan, calls, passes = of_model(*PLANS[name]), calls + 4, 8 + 1 + 2 * KV_HEADS // HEADS + 1
-    wanted = calls, passes * (world - 1) * stream // world
-    assert gloo.run(world, check_bytes, world, plan) == [wanted] * world
+    counts = []
+    for layers in (1, 2):
+        mesh, model = mesh_of_ranks(world), built(layers)
+        parallelize(model, plan, mesh, [IDS])
+        with counting(mesh) as found:
+            backward(model)
+        counts.append((found.calls["tensor"], found.sent_bytes["tensor"]))
+    (one, sent), (two, sent_by_two) = counts
+    assert (two - one, sent_by_two - sent) == (calls, passes * (world - 1) * stream // world)
 
 
 class Mine(ColwiseParallel):
@@ -341,13 +329,15 @@ def test_a_style_that_no_style_of_ours_means_is_refused_by_name(name: str, style
     assert field_of(error) == name
 
 
-def moved(world: int, in_one: bool) -> float:
+@pytest.mark.parametrize("in_one", [False, True])
+@on_ranks(2)
+def test_inputs_and_outputs_are_moved_by_name(in_one: bool) -> None:
     """By names of arguments, of outputs, and of what is None."""
 
     class Middle(nn.Module):
         def forward(self, x: Tensor, *, other: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
             assert mask is None
-            assert x.shape[1] == TOKENS // world
+            assert x.shape[1] == TOKENS // 2
             return x * other, x.sum(-1, keepdim=True)
 
     torch.manual_seed(1)
@@ -369,18 +359,14 @@ def moved(world: int, in_one: bool) -> float:
     ]
     if in_one:
         moves = both(((whole,), (tokens,)), ((tokens, tokens), (whole, whole)), **by_name)
-    parallelize(model, {"middle": moves}, mesh_of_ranks(world))
+    parallelize(model, {"middle": moves}, mesh_of_ranks(2))
     model(x).square().sum().backward()
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max(float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in pairs)
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() < 1e-13 * b.grad.norm()
 
 
-@pytest.mark.parametrize("in_one", [False, True])
-def test_inputs_and_outputs_are_moved_by_name(gloo: Pool, in_one: bool) -> None:
-    assert max(gloo.run(2, moved, 2, in_one)) < 1e-13
-
-
-def of_own_tokens() -> float:
+@on_ranks(2)
+def test_norm_and_dropout_run_on_own_tokens() -> None:
     """SequenceParallel of a norm and of a dropout, which has no parameters and here drops none."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Dropout(0.5)).double().eval()
@@ -395,8 +381,4 @@ def of_own_tokens() -> float:
     parallelize(model, plan, mesh_of_ranks(2))
     found = of_buckets(model, lambda model: model(x).square().sum().backward())
     assert widths == [TOKENS // 2]
-    return errors(found, {name: each.grad for name, each in wanted.named_parameters()})
-
-
-def test_norm_and_dropout_run_on_own_tokens(gloo: Pool) -> None:
-    assert max(gloo.run(2, of_own_tokens)) < 1e-13
+    assert errors(found, {name: each.grad for name, each in wanted.named_parameters()}) < 1e-13

@@ -25,7 +25,7 @@ from megatron.parallel.sharding import FlatRange, ShardingSpec
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests import plain
-from tests.dist import Pool
+from tests.dist import on_ranks
 from tests.tiny import (
     VOCABULARY,
     mesh_of_ranks,
@@ -65,7 +65,8 @@ def trained(
     return whole_slices(state.optimizer.masters()), whole_slices(state.weights()), norms
 
 
-def check_bits() -> None:
+@on_ranks(4)
+def test_bits_of_weights_are_those_without_zero() -> None:
     """Stages 2 and 3 add the terms of several micro-batches in another order."""
     mesh = mesh_of_ranks(1)
     for dtype, count in ((torch.bfloat16, 1), (torch.bfloat16, 2), (torch.float16, 1)):
@@ -84,10 +85,6 @@ def check_bits() -> None:
                 assert torch.equal(masters[name], each), (stage, name)
                 key = f"model.{name}"
                 assert torch.equal(weights[key], wanted_weights[key]), (stage, name)
-
-
-def test_bits_of_weights_are_those_without_zero(gloo: Pool) -> None:
-    gloo.run(4, check_bits)
 
 
 WIDTH, TOKENS = 8, 6 * 2 * 8
@@ -171,7 +168,9 @@ def own_alone() -> tuple[Weights, list[float], Tensor]:
     return {name: each.detach() for name, each in model.named_parameters()}, norms, logits
 
 
-def check_own_model(stage: int) -> None:
+@pytest.mark.parametrize(("size", "stage"), [(2, 1), (3, 2), (3, 3)])
+@on_ranks("size")
+def test_a_model_of_ones_own_equals_one_process(size: int, stage: int) -> None:
     wanted, norms, wanted_logits = own_alone()
     mesh, model, twin, printed = mesh_of_ranks(1), own_model(), own_model(), StringIO()
     own_loss(twin, batch_of(0)[:, 0], 0).backward()
@@ -206,11 +205,6 @@ def check_own_model(stage: int) -> None:
             assert (logits - wanted_logits).norm() <= 1e-11 * wanted_logits.norm()
     with torch.no_grad():
         assert torch.equal(model(batch_of(STEPS)[0]), logits)
-
-
-@pytest.mark.parametrize(("size", "stage"), [(2, 1), (3, 2), (3, 3)])
-def test_a_model_of_ones_own_equals_one_process(gloo: Pool, size: int, stage: int) -> None:
-    gloo.run(size, check_own_model, stage)
 
 
 def test_boxes_tile_a_flat_range() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.api import Callback
 from megatron.config.parse import parse
@@ -25,7 +26,7 @@ from megatron.train.metrics import Metrics
 from megatron.train.monitors import usual
 from megatron.train.signals import StopSignals
 from megatron.train.step import StepResult
-from tests.dist import Pool
+from tests.dist import Pool, on_ranks
 from tests.programs import pretrain
 from tests.refusals import field_of, refusal
 from tests.tiny import mesh_of_ranks, tiny_config, tiny_state
@@ -207,14 +208,11 @@ class Elsewhere(Fails):
         self.closed.append(exit_code)
 
 
-def with_elsewhere(folder: Path) -> list[int]:
-    callback = Elsewhere()
-    assert run(folder / str(mesh_of_ranks(1).control.rank), [callback])[1] == "train_iters"
-    return callback.closed
-
-
-def test_an_error_of_one_that_may_fail_ends_its_lines_alone(gloo: Pool, tmp_path: Path) -> None:
-    assert gloo.run(2, with_elsewhere, tmp_path) == [[1], [0]]
+@on_ranks(2)
+def test_an_error_of_one_that_may_fail_ends_its_lines_alone(tmp_path: Path) -> None:
+    callback, rank = Elsewhere(), dist.get_rank()
+    assert run(tmp_path / str(rank), [callback])[1] == "train_iters"
+    assert callback.closed == [int(rank == 0)]
 
 
 @pytest.mark.parametrize("hook", [each for each in HOOKS if each != "on_error"])

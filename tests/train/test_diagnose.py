@@ -13,7 +13,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.train.diagnose import NonFiniteError, non_finite
 from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward, train_step
-from tests.dist import Pool
+from tests.dist import Pool, on_ranks
 from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_config, tiny_state
 
 UP = "transformer.layers.1.mlp.up"
@@ -100,12 +100,6 @@ def diagnoses(
     }
 
 
-def diagnoses_of(tensor_size: int, bad: tuple[int, int], cases: Any) -> list[tuple[str, str]]:
-    """(where it was first seen, the rank); cases: the fault and how it is run."""
-    mesh = mesh_of_ranks(tensor_size)
-    return [diagnosis(mesh, fault, bad, *how)[1:3] for fault, *how in cases]
-
-
 def diagnosis(
     mesh: Mesh,
     fault: str,
@@ -182,11 +176,13 @@ MASTERS = [
 @pytest.mark.parametrize(
     ("tensor_size", "bad", "cases"), [(2, (0, 1), NARROW), (1, (1, 0), MASTERS)]
 )
-def test_the_rank_at_fault_is_named(
-    gloo: Pool, tensor_size: int, bad: tuple[int, int], cases: Any
-) -> None:
-    expected = [(FAULTS[fault][1], "data {}, tensor {}".format(*bad)) for fault, *_ in cases]
-    assert gloo.run(2, diagnoses_of, tensor_size, bad, cases) == [expected] * 2
+@on_ranks(2)
+def test_the_rank_at_fault_is_named(tensor_size: int, bad: tuple[int, int], cases: Any) -> None:
+    """cases: the fault and how it is run."""
+    mesh = mesh_of_ranks(tensor_size)
+    for fault, *how in cases:
+        place = "data {}, tensor {}".format(*bad)
+        assert diagnosis(mesh, fault, bad, *how)[1:3] == (FAULTS[fault][1], place)
 
 
 def test_a_norm_alone_may_overflow() -> None:
@@ -199,18 +195,14 @@ def test_a_norm_alone_may_overflow() -> None:
     assert (raised.value.what, raised.value.found) == ("gradient", None)
 
 
-def replayed(tensor_size: int) -> bool:
-    """Whether the second run leaves exactly the gradients of the first."""
+@on_ranks(4)
+def test_the_second_run_leaves_the_gradients_of_the_first() -> None:
     config = tiny_config(hidden_dropout=0.3, attention_dropout=0.3)
-    state = tiny_state(mesh_of_ranks(tensor_size), config)
+    state = tiny_state(mesh_of_ranks(2), config)
     batches = micro_batches(samples(GLOBAL_BATCH), state.mesh, 1)
     counts = count(state, batches)
     forward_backward(state, batches, counts)
     first = [bucket.gradients.clone() for bucket in state.gradients.buckets]
     assert all(each.any() for each in first)
     non_finite(state, batches, "loss", lambda: forward_backward(state, batches, counts))
-    return all(map(torch.equal, first, (bucket.gradients for bucket in state.gradients.buckets)))
-
-
-def test_the_second_run_computes_what_the_first_did(gloo: Pool) -> None:
-    assert all(gloo.run(4, replayed, 2))
+    assert all(map(torch.equal, first, (bucket.gradients for bucket in state.gradients.buckets)))

@@ -8,6 +8,7 @@ import subprocess
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,8 +23,9 @@ from megatron.train.machine import (
     crowded_hosts,
     memory_errors,
 )
-from tests.dist import Pool
+from tests.dist import on_ranks
 from tests.programs import pretrain
+from tests.refusals import field_of, refusal
 from tests.tiny import mesh_of_ranks, tiny_config
 from tests.tools.plan.counted import preset
 
@@ -83,17 +85,9 @@ def test_which_errors_get_the_message() -> None:
         assert ("--micro-batch-size" in str(found.value)) == is_of_memory
 
 
-def choose(asked: bool | None, kind: str, failure_of_last_rank: str | None) -> tuple[bool, int]:
-    """(whether layers are compiled, warnings) on a device of this kind."""
-    mesh = replace(mesh_of_ranks(1), device=torch.device(kind))
-    failure = failure_of_last_rank if mesh.control.rank == mesh.size() - 1 else None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "compiler_failure", lambda _: failure)
-        is_compiled, warnings = choose_compile(asked, mesh)
-    return is_compiled, len(warnings)
-
-
-def test_all_ranks_compile_or_none(gloo: Pool) -> None:
+@on_ranks(2)
+def test_all_ranks_compile_or_none() -> None:
+    """failure: of the last rank. expected: whether layers are compiled, and how many warnings."""
     for asked, kind, failure, expected in (
         (None, "cpu", None, (False, 0)),
         (False, "cuda", None, (False, 0)),
@@ -101,7 +95,11 @@ def test_all_ranks_compile_or_none(gloo: Pool) -> None:
         (None, "cuda", None, (True, 0)),
         (None, "cuda", "no Triton", (False, 1)),
     ):
-        assert gloo.run(2, choose, asked, kind, failure) == [expected] * 2
+        mesh = replace(mesh_of_ranks(1), device=torch.device(kind))
+        own = failure if mesh.control.rank == mesh.size() - 1 else None
+        with patch.object(machine, "compiler_failure", return_value=own):
+            is_compiled, warnings = choose_compile(asked, mesh)
+        assert (is_compiled, len(warnings)) == expected
 
 
 def test_compile_is_refused_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,32 +137,21 @@ def test_the_record_names_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert commit(tmp_path) is None
 
 
-def chosen(given: str | None, devices: list[str]) -> str:
-    mesh = mesh_of_ranks(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "default_precision", lambda _: devices[mesh.control.rank])
-        try:
-            return choose_precision(given, mesh, "--bf16", ("--no-bf16",))
-        except UsageError as error:
-            return error.flag
+@on_ranks(2)
+def test_ranks_compute_in_one_precision_or_not_at_all() -> None:
+    mesh, flags = mesh_of_ranks(1), ("--bf16", ("--no-bf16",))
+    with patch.object(machine, "default_precision", return_value="fp32"):
+        assert choose_precision(None, mesh, *flags) == "fp32"
+    own = ("bf16", "fp32")[mesh.control.rank]
+    with patch.object(machine, "default_precision", return_value=own):
+        assert choose_precision("fp16", mesh, *flags) == "fp16"
+        assert field_of(refusal(lambda: choose_precision(None, mesh, *flags))) == "--bf16"
 
 
-def test_ranks_compute_in_one_precision_or_not_at_all(gloo: Pool) -> None:
-    mixed = ["bf16", "fp32"]
-    assert gloo.run(2, chosen, "fp16", mixed) == ["fp16"] * 2
-    assert gloo.run(2, chosen, None, ["fp32"] * 2) == ["fp32"] * 2
-    assert gloo.run(2, chosen, None, mixed) == ["--bf16"] * 2
-
-
-def crowd(cores: list[set[int]]) -> list[str]:
-    """The warnings of four ranks of a host that are bound to these cores."""
+@on_ranks(4)
+def test_more_processes_than_cores_are_warned_of_once() -> None:
+    """The ranks of a host are bound to these cores."""
     mesh = mesh_of_ranks("data=4")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("os.sched_getaffinity", lambda _: cores[mesh.control.rank])
-        return crowded_hosts(mesh)
-
-
-def test_more_processes_than_cores_are_warned_of_once(gloo: Pool) -> None:
     for cores, count in (
         ([{0, 1}] * 4, 1),
         ([{0, 1, 2}] * 4, 1),
@@ -172,4 +159,5 @@ def test_more_processes_than_cores_are_warned_of_once(gloo: Pool) -> None:
         ([{0}, {1}, {2}, {3}], 0),  # each has its own
         ([{0}, {1, 2}, {1, 2}, {0}], 1),
     ):
-        assert [len(lines) for lines in gloo.run(4, crowd, cores)] == [count] * 4
+        with patch("os.sched_getaffinity", return_value=cores[mesh.control.rank]):
+            assert len(crowded_hosts(mesh)) == count

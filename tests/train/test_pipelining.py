@@ -27,11 +27,10 @@ from megatron.train.pipelining import plan_of_run, plan_pipeline
 from megatron.train.pretrain import plan_on_all_ranks
 from megatron.train.state import TrainState
 from megatron.train.step import StepResult, train_step
-from tests.dist import Pool
+from tests.dist import Pool, on_ranks
 from tests.refusals import field_of, refusal, refused
 from tests.tiny import micro_batches, samples, tiny_config, tiny_state
 from tests.train import test_diagnose, test_replicas, test_step
-from tests.train.test_replicas import Drift
 
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
 SMALL = "--num-layers 12 --hidden-size 16 --num-attention-heads 4 --seq-length 1 --train-iters 9"
@@ -212,20 +211,6 @@ FOUND = {
 }
 
 
-def first_found(kind: str, fault: str, bad: int) -> tuple[str, str]:
-    """(what is found first, on which rank), with what stage 1 spoils on stage 0 and back."""
-    state = staged(2, kind)
-    step(state, 0)
-    if state.mesh.pipeline.rank == bad:
-        layer = state.model.get_submodule(f"transformer.layers.{2 * bad}.mlp.up")
-        test_diagnose.FAULTS[fault][0](state, layer)
-    state.scaler = LossScaler()
-    with pytest.raises(NonFiniteError) as raised:
-        step(state, 1)
-    found = raised.value.found
-    return found.what, found.coordinates
-
-
 @pytest.mark.parametrize(
     ("kind", "fault", "stage"),
     [
@@ -235,16 +220,23 @@ def first_found(kind: str, fault: str, bad: int) -> tuple[str, str]:
         ("zb-h1", "weight gradient", 1),
     ],
 )
-def test_the_stage_that_spoils_the_others_is_named(
-    gloo: Pool, kind: str, fault: str, stage: int
-) -> None:
-    what = FOUND[fault].format(f"transformer.layers.{2 * stage}.mlp.up")
-    found = gloo.run(2, first_found, kind, fault, stage)
-    assert found == [(what, f"pipeline {stage}, data 0, tensor 0")] * 2
+@on_ranks(2)
+def test_the_stage_that_spoils_the_others_is_named(kind: str, fault: str, stage: int) -> None:
+    """Stage 1 spoils values of stage 0, and is spoilt by it."""
+    state, name = staged(2, kind), f"transformer.layers.{2 * stage}.mlp.up"
+    step(state, 0)
+    if state.mesh.pipeline.rank == stage:
+        test_diagnose.FAULTS[fault][0](state, state.model.get_submodule(name))
+    state.scaler = LossScaler()
+    with pytest.raises(NonFiniteError) as raised:
+        step(state, 1)
+    assert raised.value.found.what == FOUND[fault].format(name)
+    assert raised.value.found.coordinates == f"pipeline {stage}, data 0, tensor 0"
 
 
-def first_weight() -> str:
-    """The first value found, after a good step, where a weight of either stage is no number."""
+@on_ranks(2)
+def test_the_first_stage_with_a_nan_weight_is_named() -> None:
+    """After a good step a weight of either stage is no number."""
     state = staged(2)
     step(state, 0)
     state.scaler = LossScaler()
@@ -254,55 +246,39 @@ def first_weight() -> str:
                 parameter[0] = torch.nan
     with pytest.raises(NonFiniteError) as raised:
         step(state, 1)
-    return raised.value.found.what
+    named = "the weight transformer.layers.0.attention_norm.weight itself"
+    assert raised.value.found.what == named
 
 
-def test_the_first_stage_with_a_nan_weight_is_named(gloo: Pool) -> None:
-    for found in gloo.run(2, first_weight):
-        assert found == "the weight transformer.layers.0.attention_norm.weight itself"
-
-
-def load_with_a_surplus(folder: Path) -> str:
-    """The error for a checkpoint that has a weight no stage knows."""
+@on_ranks(2)
+def test_a_weight_that_no_stage_has_is_refused(tmp_path: Path) -> None:
     state = staged(2)
     stray = TensorSlice("model.stray", ShardingSpec(shape=(1,)), torch.zeros(1))
     slices = [*state.slices(), *[stray] * state.mesh.is_first]
-    report = save_checkpoint(folder, 0, slices, {"counters": state.counters()}, state.mesh)
-    return str(refusal(lambda: state.load(read_checkpoint(report.path))))
+    report = save_checkpoint(tmp_path, 0, slices, {"counters": state.counters()}, state.mesh)
+    assert "stray" in str(refusal(lambda: state.load(read_checkpoint(report.path))))
 
 
-def test_a_weight_that_no_stage_has_is_refused(gloo: Pool, tmp_path: Path) -> None:
-    one, other = gloo.run(2, load_with_a_surplus, tmp_path)
-    assert "stray" in one == other
-
-
-def differing_plans() -> str:
+@on_ranks(2)
+def test_ranks_with_other_stages_are_refused() -> None:
     mesh = build_mesh({"pipeline": 2}, CPU)
     words = "--mock-data --vocab-size 101 --pipeline-model-parallel-size 2 --num-layers 5 "
     words += "--hidden-size 32 --num-attention-heads 4 --train-iters 1 "
     words += f"--decoder-first-pipeline-num-layers {2 + mesh.pipeline.rank}"
     config = parse(PretrainGPT2Config, words.split(), {})
     inputs = mock_inputs(config, random_text)
-    return field_of(refusal(lambda: plan_on_all_ranks(config, inputs, mesh)))
-
-
-def test_ranks_with_other_stages_are_refused(gloo: Pool) -> None:
-    assert gloo.run(2, differing_plans) == ["--pipeline-model-parallel-size"] * 2
-
-
-def drift_of_a_tie(ranks: int) -> tuple[Drift | None, Drift | None]:
-    """The drift of a run, and after a bit of the last stage's word embedding is flipped."""
-    state = staged(ranks)
-    step(state)
-    before = test_replicas.found(state, [])
-    if state.mesh.pipeline.rank == ranks - 1:
-        test_replicas.flip(test_replicas.tensor(state, EMBEDDING), 5, 3)
-    return before, test_replicas.found(state, [])
+    error = refusal(lambda: plan_on_all_ranks(config, inputs, mesh))
+    assert field_of(error) == "--pipeline-model-parallel-size"
 
 
 @pytest.mark.parametrize(("ranks", "axis"), [(2, "pipeline"), (3, "embedding_group")])
-def test_a_tied_embedding_that_drifts_is_named(gloo: Pool, ranks: int, axis: str) -> None:
+@on_ranks("ranks")
+def test_a_tied_embedding_that_drifts_is_named(ranks: int, axis: str) -> None:
+    """A bit of the last stage's word embedding is flipped."""
+    state = staged(ranks)
+    step(state)
+    assert test_replicas.found(state, []) is None
+    if state.mesh.pipeline.rank == ranks - 1:
+        test_replicas.flip(test_replicas.tensor(state, EMBEDDING), 5, 3)
     camps = [[f"(pipeline {rank}, data 0, tensor 0)"] for rank in (0, ranks - 1)]
-    for before, after in gloo.run(ranks, drift_of_a_tie, ranks):
-        assert before is None
-        assert after == ([EMBEDDING], (axis,), camps)
+    assert test_replicas.found(state, []) == ([EMBEDDING], (axis,), camps)

@@ -12,7 +12,7 @@ from megatron.train.replicas import ReplicaDrift, check_replicas, digest
 from megatron.train.signals import Stopped
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
-from tests.dist import Pool
+from tests.dist import Pool, on_ranks
 from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_config, tiny_state
 
 NORM = "transformer.layers.1.attention_norm.weight"
@@ -85,16 +85,13 @@ def test_training_keeps_replicas_equal(gloo: Pool) -> None:
     gloo.run(4, check_after_steps, 2, torch.bfloat16, 0.1)
 
 
-def check_and_stop(tensor_size: int) -> None:
+@on_ranks(4)
+def test_all_ranks_stop_where_one_wants_to() -> None:
     """The last rank stops after a few tensors; the check of the others is then of no use."""
-    mesh = mesh_of_ranks(tensor_size)
+    mesh = mesh_of_ranks(2)
     votes = chain([False] * 3, repeat(mesh.control.rank == mesh.size() - 1))
     with pytest.raises(Stopped):
         check_replicas(tiny_state(mesh), [], None, votes.__next__)
-
-
-def test_all_ranks_stop_where_one_wants_to(gloo: Pool) -> None:
-    gloo.run(4, check_and_stop, 2)
 
 
 Drift = tuple[list[str], tuple[str, ...], list[list[str]]]
@@ -196,30 +193,23 @@ def test_parts_of_zero_are_not_compared(
             assert not drift or [f"(data 1, tensor {bad[1]})"] in drift[2]
 
 
-def drift_of_batches(bad: tuple[int, int], has_documents: bool) -> Drift | None:
-    """One tensor rank reads other samples, or bounds of documents that the others lack."""
+@pytest.mark.parametrize(
+    ("has_documents", "fields"),
+    [(False, ["numbers", "tokens", "labels", "loss_mask"]), (True, ["document_starts"])],
+)
+@on_ranks(4)
+def test_another_batch_on_one_rank_is_named(has_documents: bool, fields: list[str]) -> None:
+    """One tensor rank reads other samples, or bounds of documents that the others lack. The data
+    ranks read different samples, and that is no drift."""
     state = trained(2, torch.float32)
-    is_bad = (state.mesh.data.rank, state.mesh.tensor.rank) == bad
+    is_bad = (state.mesh.data.rank, state.mesh.tensor.rank) == (1, 0)
     batches = micro_batches(samples(4), state.mesh, 1)
     if is_bad and has_documents:
         batches = [replace(each, document_starts=0 * each.positions) for each in batches]
     elif is_bad:
         batches = micro_batches(samples(4, first=4), state.mesh, 1)
-    return found(state, batches)
-
-
-@pytest.mark.parametrize(
-    ("has_documents", "fields"),
-    [(False, ["numbers", "tokens", "labels", "loss_mask"]), (True, ["document_starts"])],
-)
-def test_another_batch_on_one_rank_is_named(
-    gloo: Pool, has_documents: bool, fields: list[str]
-) -> None:
-    """The data ranks read different samples, and that is no drift."""
     camps = [["(data 1, tensor 0)"], ["(data 1, tensor 1)"]]
-    expected = ([f"batch.{each}" for each in fields], ("tensor",), camps)
-    for drift in gloo.run(4, drift_of_batches, (1, 0), has_documents):
-        assert drift == expected
+    assert found(state, batches) == ([f"batch.{each}" for each in fields], ("tensor",), camps)
 
 
 def test_a_flipped_bit_is_named_in_2d(gloo: Pool) -> None:

@@ -21,7 +21,7 @@ from megatron.train.executor import on_device
 from megatron.train.state import TrainState
 from megatron.train.step import StepResult, count, forward_backward, train_step
 from tests.bert import bert_config, bert_samples
-from tests.dist import Pool
+from tests.dist import Pool, on_ranks
 from tests.refusals import refusal
 from tests.tiny import (
     VOCABULARY,
@@ -173,15 +173,16 @@ def test_the_run_stops_when_no_more_steps_may_be_skipped(scaler: LossScaler, ste
     assert all(torch.equal(before[key], each) for key, each in tensors(state).items())
 
 
-def stops(tensor_size: int, voter: int) -> list[bool]:
-    """Whether each of three steps asks to stop; one rank votes in the second."""
-    state = tiny_state(mesh_of_ranks(tensor_size))
+@on_ranks(4)
+def test_all_ranks_stop_after_the_vote_of_one() -> None:
+    """The last rank votes in the second step of three."""
+    state = tiny_state(mesh_of_ranks(2))
     asked = []
 
     def vote() -> bool:
         assert any(bucket.gradients.any() for bucket in state.gradients.buckets), "asked too early"
         asked.append(state.step)
-        return state.step == 1 and state.mesh.control.rank == voter
+        return state.step == 1 and state.mesh.control.rank == 3
 
     seen = []
     for number in range(3):
@@ -190,17 +191,13 @@ def stops(tensor_size: int, voter: int) -> list[bool]:
             bucket.gradients.zero_()
         seen.append(train_step(state, batches, 1e-3, wants_stop=vote).stop)
     assert (asked, state.updates) == ([0, 1, 2], 3), "the step itself is finished"
-    return seen
+    assert seen == [False, True, False]
 
 
-def test_all_ranks_stop_after_the_vote_of_one(gloo: Pool) -> None:
-    for answers in gloo.run(4, stops, 2, 3):
-        assert answers == [False, True, False]
-
-
-def small_all_reduces(tensor_size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+@on_ranks(4)
+def test_three_small_all_reduces_a_step() -> None:
     """Shapes of what a step sends before its forward pass, and after its backward pass."""
-    state = tiny_state(mesh_of_ranks(tensor_size))
+    state = tiny_state(mesh_of_ranks(2))
     batches = micro_batches(samples(4), state.mesh, 1)
     train_step(state, batches, 1e-3)
     counts = count(state, batches)
@@ -209,13 +206,8 @@ def small_all_reduces(tensor_size: int) -> tuple[list[tuple[int, ...]], list[tup
     with Communication() as communication:
         train_step(state, batches, 1e-3)
     shapes, own = [shape for _, shape in communication.calls], len(passes.calls)
-    return shapes[: len(shapes) - 2 - own], shapes[-2:]
-
-
-def test_three_small_all_reduces_a_step(gloo: Pool) -> None:
-    for before, after in gloo.run(4, small_all_reduces, 2):
-        assert before == [(2,)]
-        assert after == [(2,), (3,)]
+    assert shapes[: len(shapes) - 2 - own] == [(2,)]
+    assert shapes[-2:] == [(2,), (3,)]
 
 
 def test_the_loss_scale_changes_nothing() -> None:
