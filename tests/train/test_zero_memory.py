@@ -14,7 +14,7 @@ from megatron.parallel.buckets import IN_FLIGHT, GradientBuckets
 from megatron.parallel.zero3 import Unit
 from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import train_step
-from tests.dist import Pool
+from tests.dist import on_ranks
 from tests.tiny import (
     Watch,
     live_memories,
@@ -48,18 +48,18 @@ class Memory:
     layers: list[int]  # and of those of layers, in stage 3
 
 
-def test_what_lasts_and_what_a_step_adds_are_divided(gloo: Pool) -> None:
-    for precision, ranks in (("bf16", 4), ("fp32", 2)):
-        for of_stages in gloo.run(ranks, hold_stages, precision):
-            activations = of_stages[0].more
-            for stage, found in enumerate(of_stages):
-                where = f"{precision}, {ranks} ranks, stage {stage}"
-                each = found.lasting / found.elements
-                assert each == pytest.approx(bytes_each(precision, stage, ranks), rel=0.05), where
-                wanted = activations + in_flight(found, precision, stage, ranks)
-                # When most gradients are there some activations are gone, up to 5.1 % of it all.
-                assert 0.94 * wanted < found.more < 1.05 * wanted, where
-                assert stage < 2 or found.sums == IN_FLIGHT, where
+@pytest.mark.parametrize(("precision", "ranks"), [("bf16", 4), ("fp32", 2)])
+@on_ranks("ranks")
+def test_what_lasts_and_what_a_step_adds_are_divided(precision: str, ranks: int) -> None:
+    of_stages = [hold(precision, stage) for stage in (0, 1, 2, 3)]
+    activations = of_stages[0].more
+    for stage, found in enumerate(of_stages):
+        each = found.lasting / found.elements
+        assert each == pytest.approx(bytes_each(precision, stage, ranks), rel=0.05), stage
+        wanted = activations + in_flight(found, precision, stage, ranks)
+        # When most gradients are there some activations are gone, up to 5.1 % of it all.
+        assert 0.94 * wanted < found.more < 1.05 * wanted, stage
+        assert stage < 2 or found.sums == IN_FLIGHT, stage
 
 
 def bytes_each(precision: str, stage: int, ranks: int) -> float:
@@ -91,10 +91,6 @@ def in_flight(found: Memory, precision: str, stage: int, ranks: int) -> float:
 def most(sizes: list[int], number: int) -> int:
     """The largest number of elements of so many neighbours."""
     return max(sum(sizes[first : first + number]) for first in range(len(sizes)))
-
-
-def hold_stages(precision: str) -> list[Memory]:
-    return [hold(precision, stage) for stage in (0, 1, 2, 3)]
 
 
 def hold(precision: str, stage: int) -> Memory:
@@ -139,8 +135,9 @@ def matmuls_after_gathers(prefetches: bool) -> list[int]:
     return after
 
 
-def test_zero_3_prefetches_layers(gloo: Pool) -> None:
-    both = (gloo.run(2, matmuls_after_gathers, each)[0] for each in (True, False))
+@on_ranks(2)
+def test_zero_3_prefetches_layers() -> None:
+    both = (matmuls_after_gathers(each) for each in (True, False))
     earlier = [one - other for one, other in zip(*both, strict=True) if one != other]
     of_layer, others = earlier[0], LAYERS - 1  # matmuls of a forward; layers after another one
     assert earlier == [of_layer] * others + [2 * of_layer] * others
