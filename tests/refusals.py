@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import UnionType
 
 import pytest
 
@@ -66,14 +67,24 @@ def leaving_nothing(program: Program) -> Program:
     return run
 
 
-def refusal(call: Callable[[], object], *, lines: int = 2) -> Exception:
-    """The error with which a call ends; its message has at most so many lines, but for tyro's."""
+def refusal(
+    call: Callable[[], object],
+    *named: str,
+    field: str = "",
+    kind: type[Exception] | UnionType = Exception,
+    lines: int = 2,
+) -> Exception:
+    """The error with which a call ends. It is of this kind, begins with the field and names all of
+    `named`; its message has at most so many lines, but for tyro's."""
     try:
         call()
     except (SystemExit, *ERRORS) as stop:
         error = cause_of(stop)
         is_short = str(error).count("\n") < lines or isinstance(error, CommandLineError)
         assert is_short, str(error)
+        assert isinstance(error, kind), repr(error)
+        assert not field or field_of(error) == field, error
+        assert all(each in str(error) for each in named), error
         return error
     pytest.fail("it was accepted")
 

@@ -236,5 +236,4 @@ def test_records_of_other_processors_stay(tmp_path: Path) -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", own["date"])
     assert (own["cores"], own["size"]) == (os.cpu_count(), 5)
     assert 0 <= own["others_share_of_cores"] <= 1
-    error = refusal(lambda: asked.ask([contender("a")], Flags(contenders=("z",)), {}))
-    assert field_of(error) == "--contenders"
+    refusal(lambda: asked.ask([contender("a")], Flags(contenders=("z",)), {}), field="--contenders")

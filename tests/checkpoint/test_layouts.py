@@ -246,11 +246,9 @@ def test_weights_match_by_name_but_for_what_is_allowed(tmp_path: Path) -> None:
     state = tiny_state(mesh_of_ranks(1), seed=SEED + 1)
     path = verify(tmp_path / "step_00000001", state.mesh)
     before, masters = whole_slices(state.slices()), whole_slices(saved.slices())
-    error = refusal(lambda: state.load_weights(path, missing=["final_norm"]))
-    assert "final_norm.bias" in str(error)
+    refusal(lambda: state.load_weights(path, missing=["final_norm"]), "final_norm.bias")
     larger = tiny_state(mesh_of_ranks(1), tiny_config(num_layers=3))
-    error = refusal(lambda: larger.load_weights(path, surplus=["transformer"]))
-    assert "transformer.layers.2" in str(error)
+    refusal(lambda: larger.load_weights(path, surplus=["transformer"]), "transformer.layers.2")
     state.load_weights(path, missing=["final_norm"], surplus=["final_norm"])
     assert (state.step, state.samples) == (0, 0)
     for key, tensor in whole_slices(state.slices()).items():
@@ -393,8 +391,7 @@ def test_what_a_checkpoint_cannot_hold_is_refused(tmp_path: Path) -> None:
         (slices, {"tensors": 3}, "tensors"),
         ([], {}, "step_00000001"),
     ):
-        error = refusal(lambda g=given, f=facts: save_checkpoint(tmp_path, 1, g, f, mesh))
-        assert named in str(error)
+        refusal(lambda g=given, f=facts: save_checkpoint(tmp_path, 1, g, f, mesh), named)
     assert newest_checkpoint(tmp_path, mesh) is None
     save_checkpoint(tmp_path, 1, [*slices, *model_slices(other, "mean")], {}, mesh)
     found = newest_checkpoint(tmp_path, mesh)

@@ -182,9 +182,7 @@ def test_data_without_pairs_is_refused(tmp_path: Path) -> None:
         (lambda: opened(lines), "lines", "--split-sentences"),
         (lambda: opened(marked), "marked", "--split-sentences"),
     ):
-        error = refusal(call)
-        assert field_of(error) == "--data-path"
-        assert all(each in str(error) for each in (name, cure)), error
+        refusal(call, name, cure, field="--data-path")
 
 
 def test_settings_are_refused(prefix: str) -> None:
@@ -194,8 +192,7 @@ def test_settings_are_refused(prefix: str) -> None:
         ("mask_prob", 0.0, 0.5),
         ("split", "1,999,0", "1,0,0"),
     ):
-        error = refusal(partial(opened, prefix, **{name: bad}))
-        assert field_of(error) == f"--{name.replace('_', '-')}"
+        refusal(partial(opened, prefix, **{name: bad}), field=f"--{name.replace('_', '-')}")
         opened(prefix, **{name: works})
 
 
@@ -209,8 +206,7 @@ def test_id_outside_the_vocabulary(prefix: str) -> None:
     training = opened(prefix, split="1,0,0")[0]
     with Path(f"{prefix}.bin").open("r+b") as stream:
         stream.write(np.full(40, VOCABULARY, "<u2").tobytes())
-    error = refusal(lambda: training.batch(range(training.samples_per_epoch)))
-    assert all(each in str(error) for each in (prefix, "id 20000"))
+    refusal(lambda: training.batch(range(training.samples_per_epoch)), prefix, "id 20000")
 
 
 def test_index_that_reorders_documents(tmp_path: Path) -> None:

@@ -211,8 +211,7 @@ def test_shards(sharded: str, tmp_path: Path) -> None:
 
 def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     def check(*fragments: str) -> None:
-        error = refusal(lambda: IndexedDataset(str(tmp_path / "p")))
-        assert all(fragment in str(error) for fragment in fragments)
+        refusal(lambda: IndexedDataset(str(tmp_path / "p")), *fragments)
 
     def swap(*names: str) -> None:
         contents = [(tmp_path / name).read_bytes() for name in names]

@@ -135,8 +135,7 @@ def test_refusals(tmp_path: Path, tokenizer: Tokenizer) -> None:
     ):
         one = write(tmp_path / "a.jsonl", ["x", "abcdef"])
         paths = ["1", one, "1", write(tmp_path / "b.jsonl", ["x", "abcdefghijk"])]
-        error = refusal(partial(open_training, paths, tokenizer, **settings))
-        assert all(each in str(error) for each in named), error
+        refusal(partial(open_training, paths, tokenizer, **settings), *named)
         if "refuse_too_long" in settings:
             data = open_training(paths, tokenizer, **settings, seq_length=11)
             assert data.batch(range(4)).num_cut == 0
@@ -228,5 +227,4 @@ def test_cache_that_cannot_be_written(tmp_path: Path, tokenizer: Tokenizer) -> N
 def test_cache_of_other_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     pq.write_table(pa.table({"text": ["a", "bc"]}), tmp_path / "a.parquet")
     path = str(tmp_path / "a.parquet")
-    error = refusal(lambda: open_training([path], tokenizer, cache_tokens=True))
-    assert field_of(error) == "--cache-tokens"
+    refusal(lambda: open_training([path], tokenizer, cache_tokens=True), field="--cache-tokens")

@@ -87,9 +87,7 @@ def test_file_exchanged_under_its_sidecar(
         for place, content in changes:
             change(prefix, suffix, place, content)
         if kind == "new":
-            error = refusal(identity)
-            assert field_of(error) == "--data-path"
-            assert all(each in str(error) for each in (str(file), sample(), was))
+            refusal(identity, str(file), sample(), was, field="--data-path")
         else:
             assert identity() != before
             assert identity().partition("; ")[0] == before.partition("; ")[0]

@@ -177,9 +177,7 @@ def test_misplaced_modules_are_refused() -> None:
                 model.down.weight.copy_(scale * weight)
             if scale != 1:
                 run(buckets, model, x)
-        error = refusal(partial(run, buckets, model, x), lines=9)
-        assert isinstance(error, RuntimeError)
-        assert "norm." in str(error)
+        refusal(partial(run, buckets, model, x), "norm.", kind=RuntimeError, lines=9)
 
 
 @on_ranks(2)
@@ -192,8 +190,7 @@ def test_a_layer_that_the_user_has_cut() -> None:
     buckets = GradientBuckets(model, specs={"norm.weight": cut, "norm.bias": cut})
     run(buckets, model, torch.randn(2, 3, 4))
     for wrong in ({"norm.bais": cut}, {"norm.bias": replace(cut, shape=(4,))}):
-        error = refusal(lambda wrong=wrong: GradientBuckets(model, specs=wrong))
-        assert next(iter(wrong)) in str(error)
+        refusal(lambda wrong=wrong: GradientBuckets(model, specs=wrong), next(iter(wrong)))
 
 
 @on_ranks(2)
@@ -302,8 +299,7 @@ def clipped() -> tuple[float, list[Tensor]]:
     for number, each in enumerate(own.chunk(2)):
         with buckets.accumulate(is_last=number == 1):
             model(each).backward()
-            before_the_sum = refusal(lambda: clip_grad_norm(buckets, 0.5))
-            assert isinstance(before_the_sum, ValueError)
+            refusal(lambda: clip_grad_norm(buckets, 0.5), kind=ValueError)
     before = [view.parameter.grad.clone() for view in buckets.views]
     clip_grad_norm(buckets, 1e6)  # far above the norm
     for view, each in zip(buckets.views, before, strict=True):

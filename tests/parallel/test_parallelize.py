@@ -613,8 +613,6 @@ def test_weights_go_in_and_out_by_the_model_s_names() -> None:
         assert is_whole(each)
     wrong = {**weights, "square.weight": torch.zeros(3, 3)}
     wrong.pop("qkv.bias")
-    error = refusal(lambda: model.load_state_dict(wrong), lines=9)
-    assert "square.weight" in str(error)
-    assert "qkv.bias" in str(error)
+    refusal(lambda: model.load_state_dict(wrong), "square.weight", "qkv.bias", lines=9)
     narrow = {name: each.float() for name, each in weights.items() if each.is_floating_point()}
     assert is_whole(model.float(), weights | narrow)

@@ -293,8 +293,7 @@ def test_a_schedule_of_ones_own_that_does_not_work_is_refused() -> None:
         (((), ()), 1),
     ]
     for lists, virtual in wrong:
-        error = refusal(partial(PipelinePlan, 2, virtual, custom_schedule=lists))
-        assert isinstance(error, ValueError)
+        refusal(partial(PipelinePlan, 2, virtual, custom_schedule=lists), kind=ValueError)
 
 
 def counts(ranges: tuple[range, ...]) -> list[int]:

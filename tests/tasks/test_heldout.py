@@ -63,8 +63,7 @@ def test_cloze_of_other_tokenizers(tmp_path: Path) -> None:
     spanning.add_special_tokens(["</s>", "<s>"])
     spanning.save(str(file))
     other = build_tokenizer("HuggingFaceTokenizer", str(file), None)
-    error = refusal(lambda: cloze(["b a a b"], other))
-    assert "--tokenizer-type GPT2BPETokenizer" in str(error)
+    refusal(lambda: cloze(["b a a b"], other), "--tokenizer-type GPT2BPETokenizer")
 
 
 def test_lines_without_text(tmp_path: Path) -> None:
@@ -84,8 +83,7 @@ def test_training_data_of_another_tokenizer(tmp_path: Path) -> None:
     manifest = {"tokenizer": "f", "config": {"data": {"split": "2,1,0"}}}
     assert training_tokens(str(tmp_path / "train"), manifest).tolist() == [1, 2, 0, 3, 0]
     other = manifest | {"tokenizer": "g"}
-    error = refusal(lambda: training_tokens(str(tmp_path / "train"), other))
-    assert field_of(error) == "--train-data"
+    refusal(lambda: training_tokens(str(tmp_path / "train"), other), field="--train-data")
 
 
 def test_documents_between_marks(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -155,6 +153,5 @@ def test_bigram_by_hand() -> None:
 def test_streams_that_do_not_fit() -> None:
     outside, endless, empty = np.array([3, 0]), np.array([0, 1]), np.array([], np.int64)
     refusal(lambda: ngram.unigram_perplexity(outside, np.array([1, 0]), 3))
-    error = refusal(lambda: ngram.bigram_perplexity(endless[::-1], endless, 3))
-    assert "--no-append-eod" in str(error)
+    refusal(lambda: ngram.bigram_perplexity(endless[::-1], endless, 3), "--no-append-eod")
     refusal(lambda: ngram.unigram_perplexity(np.array([1, 0]), empty, 3))

@@ -161,8 +161,7 @@ def test_length_and_share_that_pass() -> None:
 
 def test_data_given_twice(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    twice = refusal(lambda: inputs.check_apart([a, b, tmp_path / "." / "a"], []))
-    assert field_of(twice) == "--train-data"
+    refusal(lambda: inputs.check_apart([a, b, tmp_path / "." / "a"], []), field="--train-data")
     assert field_of(refusal(lambda: inputs.check_apart([a], [b, b]))) == "--valid-data"
     with pytest.warns(UserWarning, match=f"^--valid-data {b} "):
         inputs.check_apart([a, b], [b])

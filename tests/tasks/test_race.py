@@ -12,7 +12,7 @@ import pytest
 from megatron.data.tokenizer import BertWordPieceLowerCase
 from tasks.protocol import ChecksConfig, by_evaluation
 from tasks.readers.race import Race, Settings, prepare
-from tests.refusals import field_of, refusal
+from tests.refusals import refusal
 from tests.tasks.made import small_config, wordpiece, write_model
 from tests.tasks.program import result
 
@@ -119,8 +119,7 @@ def test_levels(tmp_path: Path) -> None:
         assert list(sizes) == ["middle", "high"], name
         assert [each.label for each in task.train] == [(0,), (3,), (2,), (0,), (3,)], name
     assert list(race(top / "dev" / "high").evaluations) == ["high"]
-    twice = refusal(lambda: race(top / "dev" / "high", top / "dev"))
-    assert field_of(twice) == "--valid-data"
+    refusal(lambda: race(top / "dev" / "high", top / "dev"), field="--valid-data")
     counted = tasks["splits"].notes["input"]["train"]
     assert (counted["passages"], counted["questions"]) == (3, 5)
     assert counted["answers"] == {"A": 2, "B": 0, "C": 1, "D": 2}

@@ -28,7 +28,7 @@ from megatron.train.pretrain import plan_on_all_ranks
 from megatron.train.state import TrainState
 from megatron.train.step import StepResult, train_step
 from tests.dist import Pool, on_ranks
-from tests.refusals import field_of, refusal, refused
+from tests.refusals import refusal, refused
 from tests.tiny import micro_batches, samples, tiny_config, tiny_state
 from tests.train import test_diagnose, test_replicas, test_step
 
@@ -122,8 +122,7 @@ def test_custom_schedule() -> None:
     assert (plan.custom_schedule, plan.virtual) == (lists, 2)
     halves = schedule("zb-h1", 2, 2)
     assert with_custom(halves).lists(2) == halves
-    error = refusal(lambda: with_custom(halves, "--checkpoint-activations full"))
-    assert isinstance(error, ValueError)
+    refusal(lambda: with_custom(halves, "--checkpoint-activations full"), kind=ValueError)
 
 
 def test_a_file_is_no_schedule(tmp_path: Path) -> None:
@@ -267,8 +266,7 @@ def test_ranks_with_other_stages_are_refused() -> None:
     words += f"--decoder-first-pipeline-num-layers {2 + mesh.pipeline.rank}"
     config = parse(PretrainGPT2Config, words.split(), {})
     inputs = mock_inputs(config, random_text)
-    error = refusal(lambda: plan_on_all_ranks(config, inputs, mesh))
-    assert field_of(error) == "--pipeline-model-parallel-size"
+    refusal(lambda: plan_on_all_ranks(config, inputs, mesh), field="--pipeline-model-parallel-size")
 
 
 @pytest.mark.parametrize(("ranks", "axis"), [(2, "pipeline"), (3, "embedding_group")])

@@ -88,8 +88,7 @@ def test_settings_that_do_not_fit_are_refused(trained: TrainedConfig) -> None:
         ({}, 3, 3, "--tensor-model-parallel-size"),
     ):
         parallel = ParallelConfig(tensor_model_parallel_size=size)
-        error = refusal(partial(open_trained, replace(trained, **changes), parallel, world))
-        assert field_of(error) == flag
+        refusal(partial(open_trained, replace(trained, **changes), parallel, world), field=flag)
 
 
 @pytest.mark.parametrize("attached", [False, True])
@@ -154,8 +153,7 @@ def test_a_checkpoint_of_an_own_loop_is_refused(tmp_path: Path, facts: dict[str,
 def test_a_setting_of_the_model_that_is_not_known_is_named(tmp_path: Path) -> None:
     model = asdict(CONFIG.model) | {"number_of_wheels": 4}
     folders = save(tmp_path, 2, config={"model": model})
-    error = refusal(lambda: load_newest(folders, mesh_of_ranks(1)))
-    assert "number_of_wheels" in str(error)
+    refusal(lambda: load_newest(folders, mesh_of_ranks(1)), "number_of_wheels")
 
 
 def test_a_run_starts_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
