@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import UnionType
+from typing import Any
 
 import pytest
 
@@ -73,7 +74,7 @@ def refusal(
     field: str = "",
     kind: type[Exception] | UnionType = Exception,
     lines: int = 2,
-) -> Exception:
+) -> Any:
     """The error with which a call ends. It is of this kind, begins with the field and names all of
     `named`; its message has at most so many lines, but for tyro's."""
     try:

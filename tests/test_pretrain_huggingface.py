@@ -25,7 +25,7 @@ from pretrain import main
 from tests.data.samples import write_data, write_data_of_tokenizer, write_sentences, write_wordpiece
 from tests.huggingface import DESCRIBED, DROPOUT, HIDDEN, hf_config, write_folder
 from tests.programs import finished, pretrain, refused_before_torch, values_of
-from tests.refusals import field_of, refused
+from tests.refusals import field_of, refusal, refused
 from tests.tiny import VOCABULARY
 from tools.plan.absent import absent_mesh
 
@@ -245,18 +245,15 @@ def test_a_run_goes_on_by_its_plan_or_one_of_the_same_forms(tmp_path: Path) -> N
     checkpoint = Checkpoint(tmp_path, {"config": {"model": asdict(saved)}, "forms": layouts(saved)})
     hf_config("gpt2").check_layouts(layouts(hf_config("gpt2")), checkpoint)
     whole = hf_config("gpt2", plan='"*.c_fc" = "column"\n"*.mlp.c_proj" = "row"\n')
-    with pytest.raises(UsageError) as refused:
-        whole.check_layouts(layouts(whole), checkpoint)
-    assert refused.value.flag == "--plan"
+    refusal(lambda: whole.check_layouts(layouts(whole), checkpoint), field="--plan")
 
 
 @pytest.mark.parametrize("model", ["bloom", "mixtral"])
 def test_several_ranks_ask_for_a_plan(model: str) -> None:
     config, device = hf_config(model), torch.device("meta")
     build_on_meta(config, absent_mesh({}, device), VOCABULARY)
-    with pytest.raises(UsageError) as refused:
-        build_on_meta(config, absent_mesh({"tensor": 2}, device), VOCABULARY)
-    assert refused.value.flag == "--hf-model"
+    two = absent_mesh({"tensor": 2}, device)
+    refusal(lambda: build_on_meta(config, two, VOCABULARY), field="--hf-model")
 
 
 def layouts(config: Any) -> dict[str, list[int]]:

@@ -219,10 +219,8 @@ def test_refused_and_what_works_instead_is_accepted(number: int) -> None:
         assert refused(lambda words, n=world_size: accept(program, words, n), text) == flag, text
 
 
-def error_of(text: str, processes: int = 1) -> UsageError:
-    with pytest.raises(UsageError) as refused:
-        accept("gpt2", text.split(), processes)
-    return refused.value
+def error_of(text: str, processes: int = 1) -> Any:
+    return refusal(lambda: accept("gpt2", text.split(), processes), kind=UsageError)
 
 
 def test_what_works_is_near_what_was_given() -> None:
@@ -381,19 +379,16 @@ def test_checks_of_other_programs(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     wrong = ("", ".json"), ("no/x.json", ".json"), ("no/x.txt", ".png"), ("new.txt", ".png")
     for path, ending in wrong:
-        with pytest.raises(UsageError) as refused:
-            writable(Own(output=tmp_path / path), "output", ending)
-        name, works = refused.value.works
-        assert (refused.value.flag, name) == ("--output", "--output")
+        own = Own(output=tmp_path / path)
+        name, works = refusal(partial(writable, own, "output", ending), field="--output").works
+        assert name == "--output"
         writable(Own(output=tmp_path / works), "output", ending)
     writable(Own(), "output")
     for own, check in (
         (Own(rate=1.5), lambda own: share(own, "rate")),
         (Own(workers=0), lambda own: at_least(own, workers=1)),
     ):
-        with pytest.raises(UsageError) as refused:
-            check(own)
-        flag, works = refused.value.works
+        flag, works = refusal(partial(check, own), kind=UsageError).works
         check(Own(**{flag.removeprefix("--"): float(works)}))
     share(Own(rate=None), "rate")
     at_least(Own(workers=None), workers=1)

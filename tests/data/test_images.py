@@ -13,6 +13,7 @@ from megatron.data import images
 from megatron.data.files import DataError
 from megatron.data.images import CHANNELS, open_images
 from megatron.errors import UsageError
+from tests.refusals import refusal
 
 SIDE = 32  # of CIFAR's images
 COUNT = 11  # of each class and split
@@ -121,16 +122,14 @@ def test_a_packed_file_travels_alone(tmp_path: Path, folder: Path) -> None:
     packed = open_images(folder, SIDE)
     file = (folder / f".images_{SIDE}.pack").rename(tmp_path / "images.pack")
     assert open_images(file, SIDE).content == packed.content
-    with pytest.raises(UsageError) as refused:
-        open_images(file, 16)
-    assert refused.value.works == ("--image-size", str(SIDE))
+    error = refusal(lambda: open_images(file, 16), kind=UsageError)
+    assert error.works == ("--image-size", str(SIDE))
     whole = file.read_bytes()
     for byte in (1000, whole.index(np.arange(2).repeat(COUNT).tobytes()), len(whole) - 1):
         content = bytearray(whole)
         content[byte] ^= 1
         file.write_bytes(content)
-        with pytest.raises(DataError, match="images.pack"):
-            open_images(file, SIDE)
+        refusal(lambda: open_images(file, SIDE), "images.pack", kind=DataError)
 
 
 def test_changes_are_functions_of_seed_and_number(folder: Path) -> None:
@@ -197,9 +196,7 @@ def test_a_folder_is_refused(
     folder: Path, spoil: Callable[[Path], Any], inside: str, named: str
 ) -> None:
     spoil(folder)
-    with pytest.raises(UsageError, match=named) as refused:
-        open_images(folder / inside, SIDE)
-    assert refused.value.flag == "--data-path"
+    refusal(lambda: open_images(folder / inside, SIDE), named, field="--data-path")
 
 
 def test_broken_images_are_counted_and_named(folder: Path) -> None:
@@ -207,8 +204,6 @@ def test_broken_images_are_counted_and_named(folder: Path) -> None:
     for name in ("03.png", "05.png"):
         file = folder / "train" / "cat" / name
         file.write_bytes(file.read_bytes()[:200])
-    with pytest.raises(DataError, match="3 files") as refused:
-        open_images(folder, SIDE)
-    assert "03.png" in str(refused.value)
+    refusal(lambda: open_images(folder, SIDE), "3 files", "03.png", kind=DataError)
     lose("train/cat/0[035].png")(folder)
     assert len(open_images(folder, SIDE).split("training")) == 2 * COUNT - 3

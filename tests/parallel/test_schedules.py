@@ -158,8 +158,7 @@ def test_a_message_before_its_action_is_refused() -> None:
     lost = without(sender), without(receiver)
     lost_by_one = sender, without(receiver)
     for wrong in (early, lost, lost_by_one):
-        with pytest.raises(ScheduleError):
-            simulate(wrong, by_message=True)
+        refusal(partial(simulate, wrong, by_message=True), kind=ScheduleError)
 
 
 def has_an_order(lists: Lists) -> bool:
@@ -235,8 +234,7 @@ def test_schedules_that_a_kind_cannot_run_are_refused() -> None:
         (("1f1b", 0, 4, 1), ("1f1b", 1, 4, 1)),
         (("zb-v", 4, 4, 1), ("zb-h1", 4, 4, 1)),
     ):
-        with pytest.raises(ScheduleError):
-            schedule(*wrong)
+        refusal(partial(schedule, *wrong), kind=ScheduleError)
         check(schedule(*works), works[-1])
 
 
@@ -256,9 +254,7 @@ def test_lists_that_do_not_work() -> None:
         ([["0F999999999", "0B0"], ["1F0", "1B0"]], "rank 0"),
         ([[], []], ""),
     ):
-        with pytest.raises(ScheduleError) as error:
-            check(read(actions), 1)
-        assert named in str(error.value)
+        refusal(partial(check, read(actions), 1), named, kind=ScheduleError)
 
 
 def test_one_backward_may_be_whole_and_another_in_halves() -> None:
@@ -277,10 +273,8 @@ def test_a_schedule_of_ones_own() -> None:
             program(actions, rank) for rank in (0, 1)
         ]
         for other in (micro_batches - 1, micro_batches + 1):
-            with pytest.raises(ScheduleError):
-                plan.program(1, other)
-    with pytest.raises(ScheduleError):
-        PipelinePlan(2, custom_schedule=custom)
+            refusal(partial(plan.program, 1, other), kind=ScheduleError)
+    refusal(lambda: PipelinePlan(2, custom_schedule=custom), kind=ScheduleError)
 
 
 def test_a_schedule_of_ones_own_that_does_not_work_is_refused() -> None:
