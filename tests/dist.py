@@ -23,6 +23,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tools.layouts.layout import parse_layout
+
 # Imports that take seconds: torch._dynamo where work is counted, recomputed or compiled, numba in
 # the steps of a corpus. Missing ones are left out.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "transformers.modeling_utils", "numba"]
@@ -115,11 +117,12 @@ class Pool:
 
 def on_ranks(world: int | str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A test that runs as a whole on so many ranks of the pool `gloo`, with the arguments that it
-    would have here. world: a number, or the name of the argument that is it."""
+    would have here. world: a number, or the name of the argument that is it, or a LAYOUT."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         def start(gloo: Pool, **given: Any) -> None:
             size = given[world] if isinstance(world, str) else world
+            size = parse_layout(size).ranks if isinstance(size, str) else size
             gloo.run(size, _run_test, test.__module__, test.__name__, given)
 
         update_wrapper(start, test)

@@ -169,13 +169,17 @@ def finished(words: str, *, world: int = 1, code: int = 0, **options: Any) -> st
         return run.text(0)
 
 
-def run_script(file: Path, *words: object, world: int = 1, folder: Path) -> str:
-    """A script to its end, as its user starts it on so many ranks; returns the first rank's text.
-    folder: of the logs."""
-    target = partial(_script, file, [*map(str, words)])
+def run_ranks(target: Callable[[], object], world: int, folder: Path) -> str:
+    """The target to its end on so many ranks; returns the first rank's text. folder: of the
+    logs."""
     with start_ranks(target, range(world), world, folder) as run:
         assert run.wait() == [0] * world, run.text()
         return run.text(0)
+
+
+def run_script(file: Path, *words: object, world: int = 1, folder: Path) -> str:
+    """See `run_ranks`: a script, as its user starts it."""
+    return run_ranks(partial(_script, file, [*map(str, words)]), world, folder)
 
 
 def run_command(words: Sequence[str], folder: Path, accepts: Callable[[int], bool] = not_) -> None:

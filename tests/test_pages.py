@@ -24,7 +24,7 @@ from megatron.train.inputs import vocabulary_of
 from megatron.train.pipelining import plan_of_run
 from tests.huggingface import write_folder
 from tests.layouts.test_matrix import case_id, groups
-from tests.programs import run_python, run_script, start_ranks
+from tests.programs import run_python, run_ranks, run_script, start_ranks
 from tools.layouts.job import program_of
 from tools.plan import __main__ as plan
 from tools.plan.absent import absent_mesh
@@ -225,9 +225,7 @@ def test_the_training_commands_are_found() -> None:
 @pytest.mark.parametrize("words", commands(SOURCES, r"examples/\w+\.py"), ids=" ".join)
 def test_flags_of_examples(words: list[str], tmp_path: Path) -> None:
     (program,) = (word for word in words if word.startswith("examples/"))
-    with start_ranks(partial(run_python, [program, "--help"]), range(1), 1, tmp_path) as run:
-        assert run.wait() == [0]
-        text = run.text()
+    text = run_ranks(partial(run_python, [program, "--help"]), 1, tmp_path)
     flags = [word for word in words[words.index(program) :] if word.startswith("--")]
     assert flags
     assert not [flag for flag in flags if f"{flag} " not in text]

@@ -10,7 +10,7 @@ from PIL import Image
 
 import pretrain
 import tasks.main
-from tests.programs import assert_equal_bits, lines_of, newest, start_ranks, values_of
+from tests.programs import assert_equal_bits, lines_of, newest, run_ranks, values_of
 from tests.refusals import refusal, refused
 from tests.vit import write_images
 
@@ -32,9 +32,7 @@ def main(words: list[str]) -> None:
 
 def run(data: Path, words: str, folder: Path, *, world: int = 1) -> str:
     arguments = [*SHAPE.split(), "--data-path", str(data), *words.split()]
-    with start_ranks(partial(main, arguments), range(world), world, folder) as ranks:
-        assert ranks.wait() == [0] * world, ranks.text()
-        return ranks.text(0)
+    return run_ranks(partial(main, arguments), world, folder)
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +81,7 @@ def test_the_task_gives_the_accuracy_of_training(data: Path, alone: Path, tmp_pa
     assert Image.open(tmp_path / "some.png").size[0] > 500
 
     layout = "--tensor-model-parallel-size 4 --tensor-parallel-mode 2d --micro-batch-size 5"
-    arguments = [*words.split(), *layout.split()]
-    with start_ranks(partial(evaluate, arguments), range(4), 4, tmp_path) as ranks:
-        assert ranks.wait() == [0] * 4, ranks.text()
+    run_ranks(partial(evaluate, [*words.split(), *layout.split()]), 4, tmp_path)
     of_ranks = json.loads((tmp_path / "out.json").read_text())
     for name in ("top1", "top5", "by_class", "confusions"):
         assert of_ranks[name] == found[name]
@@ -134,8 +130,7 @@ def test_context_ranks_train_and_evaluate_as_one(data: Path, tmp_path: Path) -> 
     expected = values_of(tmp_path / "other", "validation_top1")[-1]
     task = f"--task CIFAR10 --valid-data {data} --output {tmp_path}/out.json {layout}"
     arguments = f"{task} --load {tmp_path}/other --micro-batch-size 5".split()
-    with start_ranks(partial(evaluate, arguments), range(2), 2, tmp_path) as ranks:
-        assert ranks.wait() == [0] * 2, ranks.text()
+    run_ranks(partial(evaluate, arguments), 2, tmp_path)
     assert json.loads((tmp_path / "out.json").read_text())["top1"] == expected
 
     run(data, f"{EPOCHS} --exit-interval 1 --save {tmp_path}/class", tmp_path)

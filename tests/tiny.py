@@ -1,7 +1,8 @@
 """A GPT-2 small enough for tests, its batches, and its tensors gathered whole."""
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from math import inf
 from pathlib import Path
@@ -150,6 +151,16 @@ def leave_to_autograd(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ShardedModule):
             module.gradient_views = GradientViews()
+
+
+@contextmanager
+def wide() -> Iterator[None]:
+    """Modules built inside compute in fp64."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def whole_slices(slices: Iterable[TensorSlice]) -> dict[str, Tensor]:

@@ -1,8 +1,7 @@
 """Each example as a program, and beside plain torch in one process, in fp64."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -33,7 +32,7 @@ from tests import plain, threads
 from tests.dist import Pool, on_ranks
 from tests.programs import run_script
 from tests.refusals import refusal
-from tests.tiny import mesh_of_ranks, scatter_weights, whole_slices, whole_weights
+from tests.tiny import mesh_of_ranks, scatter_weights, whole_slices, whole_weights, wide
 
 ROOT = Path(__file__).resolve().parents[2]
 # Others are no programs, are run below, or have a test file of their own beside this one.
@@ -67,16 +66,6 @@ def test_an_example_prints_the_same_at_each_layout(file: Path, tmp_path: Path) -
         assert len(start(axis, 2, "--steps", 1, *other[2:])) == 1
         found = found[1:]
     assert start(*other, "--steps", 3) == pytest.approx(found, abs=2e-4)
-
-
-@contextmanager
-def wide() -> Iterator[None]:
-    """Modules built inside compute in fp64."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 class Run(NamedTuple):

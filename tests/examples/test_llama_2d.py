@@ -23,7 +23,14 @@ from tests import plain
 from tests.data.samples import write_tokenizer_json
 from tests.dist import Pool
 from tests.examples.test_examples import ROOT
-from tests.programs import assert_equal_bits, newest, run_script, start_ranks, values_of
+from tests.programs import (
+    assert_equal_bits,
+    newest,
+    run_ranks,
+    run_script,
+    start_ranks,
+    values_of,
+)
 from tests.tiny import mesh_of_ranks, set_weights
 from tools import generate
 
@@ -144,9 +151,7 @@ def test_killed_and_resumed_it_is_the_same_run(
 
 def test_pure_bf16_keeps_bf16_alone(folder: Path, serial: list[float], tmp_path: Path) -> None:
     words = words_of(folder, "--pure-bf16", "--save", tmp_path / "save", **OF_EXAMPLE)
-    target = partial(example, words, tmp_path / "losses")
-    with start_ranks(target, range(1), 1, tmp_path) as started:
-        assert started.wait() == [0], started.text()
+    run_ranks(partial(example, words, tmp_path / "losses"), 1, tmp_path)
     assert losses(tmp_path) == pytest.approx(serial, rel=0.03)
     manifest = json.loads((newest(tmp_path / "save") / "manifest.json").read_text())
     assert {each["dtype"] for each in manifest["tensors"].values()} == {"bfloat16"}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.samples import write_data_of_tokenizer
-from tests.programs import ROOT, start_ranks, values_of
+from tests.programs import ROOT, run_ranks, values_of
 
 EXAMPLES = ROOT / "examples"
 TOGETHER = ("process_group", "pipeline_schedule", "lr_decay_style", "callbacks")  # in one run
@@ -40,9 +40,7 @@ def _run(folder: Path, file: Path, words: list[str]) -> None:
 def run(file: str, *words: object, world: int, folder: Path) -> str:
     """The text of the first rank of a program that is started in `folder`."""
     target = partial(_run, folder, ROOT / file, [*map(str, words)])
-    with start_ranks(target, range(world), world, folder) as ranks:
-        assert ranks.wait() == [0] * world, ranks.text()
-        return ranks.text(0)
+    return run_ranks(target, world, folder)
 
 
 def numbers(preset: str, folder: Path, *words: str) -> dict[str, object]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples import vit_cifar10
-from tests.programs import start_ranks
+from tests.programs import run_ranks
 from tests.vit import write_images
 
 SMALL = "--image-size 8 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --epochs 2"
@@ -28,9 +28,8 @@ def main(words: list[str]) -> None:
 def epochs(data: Path, folder: Path, words: str, world: int) -> list[str]:
     """The lines of both epochs."""
     arguments = ["--data-path", str(data), *SMALL.split(), *words.split()]
-    with start_ranks(partial(main, arguments), range(world), world, folder) as ranks:
-        assert ranks.wait() == [0] * world, ranks.text()
-        return [line for line in ranks.text(0).splitlines() if line.startswith("epoch")]
+    text = run_ranks(partial(main, arguments), world, folder)
+    return [line for line in text.splitlines() if line.startswith("epoch")]
 
 
 @pytest.fixture(scope="module")

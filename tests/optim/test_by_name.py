@@ -23,7 +23,7 @@ from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.train.pipelining import plan_pipeline
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
-from tests.dist import Pool
+from tests.dist import on_ranks
 from tests.optim.test_adam import RATES, plain_run
 from tests.refusals import field_of, refusal
 from tests.tiny import (
@@ -160,24 +160,17 @@ def test_three_steps_equal_torch(name: str) -> None:
     equal_torch(name, found)
 
 
-def at_layout(words: str, folder: Path) -> tuple[dict[str, Any], bool]:
-    """(what `trained` gives by the name of the optimizer, what `resumed` gives)."""
-    mesh = mesh_of_ranks(words)
-    names = ("adam", "muon", "adafactor", f"{HERE}coupled")
-    found = {name: trained(words, config_of(name), mesh) for name in names}
-    return found, resumed(words, config_of("examples.own_parts:lion"), folder, mesh)
-
-
 @pytest.mark.parametrize("words", LAYOUTS)
-def test_a_layout_gives_the_same_or_is_refused(gloo: Pool, words: str, tmp_path: Path) -> None:
-    is_cut = words != "pipeline=2"
-    for found, is_resumed in gloo.run(2, at_layout, words, tmp_path):
-        for name, weights in found.items():
-            if name.endswith("coupled") or (name in WHOLE and is_cut):
-                assert weights == "--optimizer"
-            else:
-                equal_torch(name, weights)
-        assert is_resumed
+@on_ranks("words")
+def test_a_layout_gives_the_same_or_is_refused(words: str, tmp_path: Path) -> None:
+    mesh = mesh_of_ranks(words)
+    for name in ("adam", "muon", "adafactor", f"{HERE}coupled"):
+        weights = trained(words, config_of(name), mesh)
+        if name.endswith("coupled") or (name in WHOLE and words != "pipeline=2"):
+            assert weights == "--optimizer"
+        else:
+            equal_torch(name, weights)
+    assert resumed(words, config_of("examples.own_parts:lion"), tmp_path, mesh)
 
 
 class Normed(Optimizer):

@@ -38,7 +38,6 @@ from tests.tiny import (
     tiny_config,
     tiny_state,
 )
-from tools.layouts.layout import parse_layout
 
 CPU = torch.device("cpu")
 PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
@@ -94,7 +93,24 @@ def tensors(state: TrainState) -> dict[str, Tensor]:
     return {each.key: each.local.clone() for each in state.slices()}
 
 
-def check_equal(layout: str) -> None:
+CASES: dict[str, list[dict[str, Any]]] = {
+    "data=2": [
+        {"precision": "pure"},
+        {"precision": "bf16", "stage": 2},
+        {"precision": "fp16", "granularity": "full", "stage": 3},
+        {"model": "llama", "precision": "bf16", "stage": 1},
+        {"model": "hf-gpt2", "granularity": "full"},
+    ],
+    "tensor=2": [{"precision": "bf16"}, {"model": "bert"}],
+    "pipeline=2": [{"schedule": "interleaved"}, {"schedule": "zb-h1", "precision": "bf16"}],
+    "tensor=2,data=2,sequence": [{"granularity": "full", "stage": 3}],
+    "data=2,pipeline=2": [{"schedule": "1f1b", "granularity": "full", "stage": 1}],
+}
+
+
+@pytest.mark.parametrize("layout", CASES)
+@on_ranks("layout")
+def test_runs_are_equal_bit_by_bit(layout: str) -> None:
     mesh = mesh_of_ranks(layout)
     for case in CASES[layout]:
         one, other = (state_of(mesh, offloads, **case) for offloads in (False, True))
@@ -115,26 +131,6 @@ def check_equal(layout: str) -> None:
         pairs += [(name, each, that) for (name, each), that in weights if case.get("stage") != 3]
         for key, each, that in pairs:
             assert torch.equal(each, that), (case, key)
-
-
-CASES: dict[str, list[dict[str, Any]]] = {
-    "data=2": [
-        {"precision": "pure"},
-        {"precision": "bf16", "stage": 2},
-        {"precision": "fp16", "granularity": "full", "stage": 3},
-        {"model": "llama", "precision": "bf16", "stage": 1},
-        {"model": "hf-gpt2", "granularity": "full"},
-    ],
-    "tensor=2": [{"precision": "bf16"}, {"model": "bert"}],
-    "pipeline=2": [{"schedule": "interleaved"}, {"schedule": "zb-h1", "precision": "bf16"}],
-    "tensor=2,data=2,sequence": [{"granularity": "full", "stage": 3}],
-    "data=2,pipeline=2": [{"schedule": "1f1b", "granularity": "full", "stage": 1}],
-}
-
-
-@pytest.mark.parametrize("layout", CASES)
-def test_runs_are_equal_bit_by_bit(gloo: Pool, layout: str) -> None:
-    gloo.run(parse_layout(layout).ranks, check_equal, layout)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

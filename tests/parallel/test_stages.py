@@ -25,7 +25,7 @@ from megatron.train.evaluate import mean_losses
 from tests import plain
 from tests.dist import Pool
 from tests.refusals import refusal
-from tests.tiny import whole_gradients, whole_slices, whole_weights
+from tests.tiny import whole_gradients, whole_slices, whole_weights, wide
 
 WORDS, WIDTH, MICRO_BATCHES, STEPS, CLIP = 11, 6, 6, 2, 0.1
 
@@ -155,13 +155,9 @@ def build(case: Case, **changes: Any) -> PipelineModel:
     if dist.is_initialized():
         mesh = api.build_mesh({"pipeline": case.pipeline, "tensor": case.tensor}, "cpu")
     settings: dict[str, Any] = {"ties": TIES, "virtual": case.virtual, "schedule": case.schedule}
-    torch.set_default_dtype(torch.float64)
-    try:
-        return PipelineModel(
-            mesh, changes.pop("makers", makers)(mesh), loss, counted, seed=1, **settings | changes
-        )
-    finally:
-        torch.set_default_dtype(torch.float32)
+    stages = changes.pop("makers", makers)(mesh)
+    with wide():
+        return PipelineModel(mesh, stages, loss, counted, seed=1, **settings | changes)
 
 
 def train(case: Case, steps: range = range(STEPS), folder: Path | None = None) -> Found:
@@ -202,9 +198,8 @@ def own_batches(mesh: Mesh, step: int) -> list[Sentences]:
 
 def plain_run(weights: dict[str, Tensor]) -> Found:
     """The stages in one process, tied by hand, with autograd and torch's clipping."""
-    torch.set_default_dtype(torch.float64)
-    words, widen, narrow, head = (make() for make in makers(api.serial_mesh()))
-    torch.set_default_dtype(torch.float32)
+    with wide():
+        words, widen, narrow, head = (make() for make in makers(api.serial_mesh()))
     narrow.block, head.two, head.scale = widen.block, head.one, words.scale
     narrow.look_up.weight = head.logits.weight = words.embedding.weight
     model, tied = nn.Module(), nn.Module()

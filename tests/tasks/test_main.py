@@ -17,7 +17,7 @@ from megatron.checkpoint.format import read_manifest
 from megatron.config.parse import parse
 from tasks.main import TASKS, find_module, main, split_task
 from tasks.record import ROOT
-from tests.programs import refused_before_torch, start_ranks
+from tests.programs import refused_before_torch, run_ranks
 from tests.refusals import field_of, refusal
 from tests.tasks.made import write_model
 from tests.tasks.peer import POSITIONS, Peer, passages
@@ -66,8 +66,7 @@ def test_record_of_one_and_two_processes(peer: Peer, test_data: Path, tmp_path: 
 
     output.unlink()
     halved = [*words, "--tensor-model-parallel-size", "2"]
-    with start_ranks(partial(evaluate, halved), range(2), 2, tmp_path) as ranks:
-        assert ranks.wait() == [0, 0], ranks.text()
+    run_ranks(partial(evaluate, halved), 2, tmp_path)
     again = json.loads(output.read_text(encoding="utf-8"))
     assert again.pop("layout") == {"data": 1, "tensor": 2}
     figures = [key for key in record["conventions"] if key in record]

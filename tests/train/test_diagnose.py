@@ -13,7 +13,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.train.diagnose import NonFiniteError, non_finite
 from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward, train_step
-from tests.dist import Pool, on_ranks
+from tests.dist import on_ranks
 from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_config, tiny_state
 
 UP = "transformer.layers.1.mlp.up"
@@ -88,18 +88,6 @@ Diagnosis = tuple[str, str, str, str]
 """(what is not finite in the end, where it was first seen, the rank, the message)"""
 
 
-def diagnoses(
-    tensor_size: int | str, bad: tuple[int, int], recomputes: str, zero: int, offloads: bool
-) -> dict[str, set[Diagnosis]]:
-    """The diagnoses of each fault. recomputes: granularities."""
-    mesh = mesh_of_ranks(tensor_size)
-    settings = torch.float32, zero, offloads
-    return {
-        fault: {diagnosis(mesh, fault, bad, each, *settings) for each in recomputes.split()}
-        for fault in WHAT
-    }
-
-
 def diagnosis(
     mesh: Mesh,
     fault: str,
@@ -141,27 +129,31 @@ def count_hooks(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    ("world", "layout", "bad", "place", "how"),
+    ("layout", "bad", "place", "how"),
     [
-        (2, 2, (0, 1), "data 0, tensor 1", ("none full", 0, False)),
-        (4, 2, (1, 1), "data 1, tensor 1", ("none", 2, False)),
-        (2, 1, (1, 0), "data 1, tensor 0", ("full", 3, True)),
+        ("tensor=2", (0, 1), "data 0, tensor 1", ("none", 0, False)),
+        ("tensor=2", (0, 1), "data 0, tensor 1", ("full", 0, False)),
+        ("tensor=2,data=2", (1, 1), "data 1, tensor 1", ("none", 2, False)),
+        ("data=2", (1, 0), "data 1, tensor 0", ("full", 3, True)),
         # The other one reads the same samples.
-        (2, "context=2", (1, 0), "data 0, context 1, tensor 0", ("none", 0, False)),
-        (2, "context=2:p2p", (1, 0), "data 0, context 1, tensor 0", ("full", 3, False)),
+        ("context=2", (1, 0), "data 0, context 1, tensor 0", ("none", 0, False)),
+        ("context=2:p2p", (1, 0), "data 0, context 1, tensor 0", ("full", 3, False)),
     ],
 )
+@on_ranks("layout")
 def test_every_rank_names_the_module(
-    gloo: Pool, world: int, layout: int | str, bad: tuple[int, int], place: str, how: Any
+    layout: str, bad: tuple[int, int], place: str, how: tuple[Any, ...]
 ) -> None:
-    data_ranks, rank = (world // layout, bad[0]) if isinstance(layout, int) else (1, 0)
-    sample = GLOBAL_BATCH + data_ranks + rank  # micro-batches of one sample
-    for found in gloo.run(world, diagnoses, layout, bad, *how):
-        for fault, what in WHAT.items():
-            ((*where, message),) = found[fault]
-            assert where == [what, FAULTS[fault][1], place]
-            assert message.startswith("step 2: ")
-            assert f"samples {sample} to {sample} " in message
+    """how: granularity of the recomputation, stage of ZeRO, and whether it offloads."""
+    mesh, (granularity, *others) = mesh_of_ranks(layout), how
+    # Micro-batches of one sample.
+    sample = GLOBAL_BATCH + mesh.data.size + (bad[0] if mesh.data.size > 1 else 0)
+    for fault, what in WHAT.items():
+        how = granularity, torch.float32, *others
+        *where, message = diagnosis(mesh, fault, bad, *how)
+        assert where == [what, FAULTS[fault][1], place]
+        assert message.startswith("step 2: ")
+        assert f"samples {sample} to {sample} " in message
 
 
 # Values of tensor rank 1 reach rank 0 in the next all-reduce, of the layer after.
