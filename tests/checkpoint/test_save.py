@@ -37,7 +37,7 @@ from tests.checkpoint.saving import (
     saver_into,
     train,
 )
-from tests.dist import Pool
+from tests.dist import Pool, on_ranks
 from tests.refusals import refusal
 from tests.tiny import mesh_of_ranks
 
@@ -296,16 +296,13 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path: Path) -> None:
         take(tmp_path)
 
 
-def claimed_by_all(directory: str) -> str:
-    """The error on each rank where a file is in the place of the folder."""
-    mesh = mesh_of_ranks(1)
-    with claim(directory, mesh):
+@on_ranks(2)
+def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
+    """Where a file is in the place of the folder."""
+    mesh, directory = mesh_of_ranks(1), tmp_path / "save"
+    with claim(str(directory), mesh):
         mesh.control.gather(None)
-        (Path(directory) / "file").touch()
-    return str(refusal(claim(f"{directory}/file", mesh).__enter__))
-
-
-def test_all_ranks_raise_the_same_error(gloo: Pool, tmp_path: Path) -> None:
-    first, second = gloo.run(2, claimed_by_all, str(tmp_path / "save"))
-    assert first == second
-    assert first.startswith(f"--save {tmp_path}/save/file: ")
+        (directory / "file").touch()
+    error = str(refusal(claim(f"{directory}/file", mesh).__enter__))
+    assert error.startswith(f"--save {directory}/file: ")
+    assert mesh.control.gather(error) == [error] * 2

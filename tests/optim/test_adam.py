@@ -20,7 +20,7 @@ from megatron.train.executor import on_device
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests import plain
-from tests.dist import Pool
+from tests.dist import on_ranks
 from tests.refusals import refusal
 from tests.tiny import (
     SEED,
@@ -75,14 +75,8 @@ def test_five_steps_equal_a_plain_loop(settings: dict[str, float]) -> None:
         torch.testing.assert_close(weight, expected[name].detach(), rtol=0, atol=1e-10)
 
 
-def own_run(tensor_size: int, config: OptimizerConfig) -> dict[str, Tensor]:
-    state = tiny_state(mesh_of_ranks(tensor_size), optimizer=config)
-    for step, rate in enumerate(RATES[:3]):
-        train_step(state, micro_batches(samples(4, first=10 * step), state.mesh, 2), rate)
-    return whole_weights(state.model)
-
-
-def test_three_steps_equal_torch_s_adam_by_default(gloo: Pool) -> None:
+@on_ranks(2)
+def test_three_steps_equal_torch_s_adam_by_default() -> None:
     """It decays every parameter, biases and norms too, by a part of the gradient."""
     decay = {"decoupled_weight_decay": False, "decay_biases_and_norms": True}
     config = OptimizerConfig(weight_decay=1e-2, clip_grad=0.5, **decay)
@@ -90,9 +84,11 @@ def test_three_steps_equal_torch_s_adam_by_default(gloo: Pool) -> None:
         config, RATES[:3], lambda model, _: torch.optim.Adam(model.parameters(), weight_decay=1e-2)
     )
     wanted = dict(expected.named_parameters())
-    for found in gloo.run(2, own_run, 2, config):
-        for name, weight in found.items():
-            torch.testing.assert_close(weight, wanted[name].detach(), rtol=0, atol=1e-12)
+    state = tiny_state(mesh_of_ranks(2), optimizer=config)
+    for step, rate in enumerate(RATES[:3]):
+        train_step(state, micro_batches(samples(4, first=10 * step), state.mesh, 2), rate)
+    for name, weight in whole_weights(state.model).items():
+        torch.testing.assert_close(weight, wanted[name].detach(), rtol=0, atol=1e-12)
 
 
 def test_biases_and_norms_do_not_decay() -> None:

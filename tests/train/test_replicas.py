@@ -74,15 +74,12 @@ def trained(
     return state
 
 
-def check_after_steps(tensor_size: int | str, dtype: torch.dtype, dropout: float) -> None:
-    state = trained(tensor_size, dtype, dropout)
+@pytest.mark.parametrize("layout", ["tensor=2,data=2", "tensor=4:2d", "context=2"])
+@on_ranks("layout")
+def test_training_keeps_replicas_equal(layout: str) -> None:
+    state = trained(layout, torch.bfloat16, 0.1)
     check_replicas(state, micro_batches(samples(4), state.mesh, 1))
     check_replicas(state, [])
-
-
-def test_training_keeps_replicas_equal(gloo: Pool) -> None:
-    """Over data and over tensor; the other modes and context ranks are below."""
-    gloo.run(4, check_after_steps, 2, torch.bfloat16, 0.1)
 
 
 @on_ranks(4)
@@ -223,7 +220,6 @@ def test_a_flipped_bit_is_named_in_2d(gloo: Pool) -> None:
     expected += [None, (["counters.skipped"], *of_counters)]
     for drifts in gloo.run(4, drifts_of, "4:2d", (0, 3), torch.float32, names):
         assert drifts == expected
-    gloo.run(4, check_after_steps, "4:2d", torch.bfloat16, 0.1)
 
 
 def test_a_flipped_bit_is_named_on_a_context_rank(gloo: Pool) -> None:
@@ -236,4 +232,3 @@ def test_a_flipped_bit_is_named_on_a_context_rank(gloo: Pool) -> None:
     expected[3] = ([names[3]], ("context",), [[ranks[1]], [ranks[3]]])
     for drifts in gloo.run(4, drifts_of, "tensor=2,context=2:p2p", (1, 1), torch.float32, names):
         assert drifts == expected
-    gloo.run(2, check_after_steps, "context=2", torch.bfloat16, 0.1)
