@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import transformers
 
 from megatron.huggingface.replacements import Wide
 from megatron.inference.generate import Sampling, generate
-from tests.dist import Pool
+from tests.dist import on_ranks
 from tests.models.test_hf_weights import (
     CASES,
     GATED,
@@ -45,22 +46,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def texts_of(folders: dict[str, str], tensor_size: int) -> dict[str, list[list[list[int]]]]:
-    """The texts of each model: all prompts in one batch, and each, or the first, alone."""
-    found = {}
-    for name, folder in folders.items():
-        config = config_of(Path(folder), MODELS[name])
-        state = state_of(config, tensor_size, torch.float64, draws=False)
-        state.load_folder(folder)
-        model, sampling = state.model.eval(), Sampling(max_new_tokens=NEW, temperature=0.0)
-        batches = [PROMPTS, *([prompt] for prompt in PROMPTS[: 4 // tensor_size])]
-        together, *alone = [
-            generate(model, state.mesh, batch, sampling, ends=[0]) for batch in batches
-        ]
-        found[name] = [together, [text for (text,) in alone]]
-    return found
-
-
 @torch.no_grad()
 def their_texts(folder: str) -> list[list[int]]:
     with contextlib.redirect_stderr(io.StringIO()):
@@ -87,14 +72,17 @@ def expected(folders: dict[str, str]) -> dict[str, list[list[int]]]:
 
 
 @pytest.mark.parametrize("tensor_size", [1, 2, 4])
+@on_ranks("tensor_size")
 def test_a_text_goes_on_as_by_the_model_s_own_generate(
-    gloo: Pool,
-    folders: dict[str, str],
-    expected: dict[str, list[list[int]]],
-    tensor_size: int,
+    folders: dict[str, str], expected: dict[str, list[list[int]]], tensor_size: int
 ) -> None:
-    for of_rank in gloo.run(tensor_size, texts_of, folders, tensor_size):
-        for name, texts in expected.items():
-            together, alone = of_rank[name]
-            assert alone == texts[: len(alone)], name
-            assert together == texts, f"{name}, padded"
+    """All prompts in one batch, and each, or the first, alone."""
+    sampling = Sampling(max_new_tokens=NEW, temperature=0.0)
+    for name, folder in folders.items():
+        config = config_of(Path(folder), MODELS[name])
+        state = state_of(config, tensor_size, torch.float64, draws=False)
+        state.load_folder(folder)
+        texts_of = partial(generate, state.model.eval(), state.mesh, sampling=sampling, ends=[0])
+        for prompt, text in list(zip(PROMPTS, expected[name], strict=True))[: 4 // tensor_size]:
+            assert texts_of([prompt]) == [text], name
+        assert texts_of(PROMPTS) == expected[name], f"{name}, padded"

@@ -25,7 +25,7 @@ from megatron.parallel.initialize import materialize
 from megatron.parallel.layers import VocabParallelEmbedding, VocabParallelHead
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.train.evaluate import most_probable
-from tests.dist import Pool, on_ranks
+from tests.dist import on_ranks
 from tests.tiny import (
     Communication,
     Watch,
@@ -106,7 +106,11 @@ def test_the_loss_of_logits_equals_torchs(size: int) -> None:
     check_logits(101, 128, torch.bfloat16, 1e-5)  # the logits are rounded, the loss is not
 
 
-def best_tokens(dtype: torch.dtype) -> list[int]:
+@pytest.mark.parametrize(
+    ("world", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (4, torch.float32)]
+)
+@on_ranks("world")
+def test_the_lowest_of_the_most_probable_tokens_is_taken(world: int, dtype: torch.dtype) -> None:
     """The logits have ties within a rank's columns and between ranks, and padding above all."""
     axis = axis_of_all()
     whole = torch.zeros(7, 12, dtype=dtype)
@@ -117,16 +121,8 @@ def best_tokens(dtype: torch.dtype) -> list[int]:
     whole[2, 7] = -3
     whole[4, 1] = whole[5, 8] = whole[6, 1] = torch.nan
     whole[6, 8] = torch.inf
-    return most_probable(whole.chunk(axis.size, 1)[axis.rank], axis, 10).tolist()
-
-
-def test_the_lowest_of_the_most_probable_tokens_is_taken(gloo: Pool) -> None:
-    for size, dtype in (
-        (1, torch.float32),
-        (2, torch.bfloat16),
-        (4, torch.float32),
-    ):
-        assert gloo.run(size, best_tokens, dtype) == [[3, 2, 7, 9, 10, 10, 10]] * size
+    found = most_probable(whole.chunk(world, 1)[axis.rank], axis, 10)
+    assert found.tolist() == [3, 2, 7, 9, 10, 10, 10]
 
 
 # With the output layer

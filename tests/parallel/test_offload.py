@@ -24,7 +24,7 @@ from megatron.train.replicas import check_replicas
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.bert import bert_config, bert_samples
-from tests.dist import Pool, on_ranks
+from tests.dist import on_ranks
 from tests.huggingface import hf_config
 from tests.llama import llama_config
 from tests.refusals import refusal
@@ -154,23 +154,16 @@ def device_bytes() -> int:
     return sum(size for address, size in live_memories().items() if address not in host)
 
 
-def bytes_held(stage: int) -> list[float]:
-    """On the device, for each weight: with offload, and without."""
-    found = []
-    for offloads in (True, False):
+@pytest.mark.parametrize(("stage", "lasting"), [(0, 6), (2, 6), (3, 4)])
+@on_ranks(1)
+def test_the_device_holds_weights_and_gradients_alone(stage: int, lasting: int) -> None:
+    """For each weight, in a process of the pool, which has few other objects to look through."""
+    for offloads, wanted in ((True, lasting), (False, lasting + 12)):
         state = state_of(serial_mesh(CPU), offloads, stage, "bf16")
         size, held = sum(bucket.size for bucket in state.gradients.buckets), device_bytes()
         del state
-        found.append((held - device_bytes()) / size)
-    return found
-
-
-def test_the_device_holds_weights_and_gradients_alone(gloo: Pool) -> None:
-    """In a process of the pool, which has few other objects to look through."""
-    for stage, lasting in ((0, 6), (2, 6), (3, 4)):
         # Dropout's keys and the counts of updates are some bytes.
-        wanted = pytest.approx([lasting, lasting + 12], rel=0.01)
-        assert gloo.run(1, bytes_held, stage) == [wanted]
+        assert (held - device_bytes()) / size == pytest.approx(wanted, rel=0.01)
 
 
 def kept_on_device(granularity: str, offloads: bool, stage: int) -> int:
