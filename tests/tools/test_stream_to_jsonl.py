@@ -12,12 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron.data.documents import open_documents
+from tests.programs import ROOT
 from tests.refusals import field_of, refusal
+from tests.tools.corpus.lines import read_jsonl
 from tools.stream_to_jsonl import alone, stream_to_jsonl
 
 Capture = pytest.CaptureFixture[str]
 
-ROOT = Path(__file__).parents[2]
 TEXTS = ["one", "zwei\n漢字", '"three"', " four "]
 ROWS = [TEXTS[0], None, TEXTS[1], "", TEXTS[2], " \n", TEXTS[3]]
 
@@ -52,19 +53,14 @@ def test_texts(source: Path, kind: Callable[[Path], Path], capsys: Capture) -> N
     assert "3 rows" in printed.err
 
 
-def test_documents(source: Path) -> None:
+def test_broken_stream(source: Path) -> None:
+    """It is read as far as --documents asks."""
     json_lines(source)
     (source / "b.jsonl").write_text("no JSON")
     output = source.parent / "out.jsonl"
     stream_to_jsonl(str(source), output, documents=3)
-    assert [json.loads(line)["text"] for line in output.open()] == TEXTS[:3]
-
-
-def test_broken_stream(source: Path) -> None:
-    json_lines(source)
-    (source / "b.jsonl").write_text("no JSON")
-    output = source.parent / "out.jsonl"
-    output.with_name("out.jsonl.0123.part").write_text("of a run that was killed")
+    assert [each["text"] for each in read_jsonl(output)] == TEXTS[:3]
+    output.rename(output.with_name("out.jsonl.0123.part"))  # as a run that was killed leaves it
     error = str(refusal(lambda: stream_to_jsonl(str(source), output)))
     assert error.startswith("--dataset-name ")
     assert " 7 rows" in error
@@ -115,7 +111,7 @@ def test_long_text(source: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captur
     monkeypatch.setattr("tools.stream_to_jsonl.LONGEST_LINE", 18)
     output = source.parent / "out.jsonl"
     stream_to_jsonl(str(json_lines(source)), output)
-    assert [json.loads(line)["text"] for line in output.open()] == ["one", " four "]
+    assert [each["text"] for each in read_jsonl(output)] == ["one", " four "]
     assert re.findall(r"(\d+) rows", capsys.readouterr().err) == ["3", "2"]
 
 

@@ -18,7 +18,7 @@ from megatron.data.tokenizer import (
     HuggingFaceTokenizer,
     read_tokenizer,
 )
-from tests.refusals import refusal, refused
+from tests.refusals import by_last_flag, refusal, refused
 from tests.tools.corpus.lines import write_jsonl
 from tools.train_tokenizer import train_tokenizer
 
@@ -37,13 +37,6 @@ def test_shape_of_gpt2(tmp_path: Path) -> None:
     tokenizer = ByteLevelBPETokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
     text = "Any bytes: schön, 漢字, \x00 and the words of the topics."
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
-
-
-def test_folder_of_lines_and_texts(tmp_path: Path) -> None:
-    folder = write_jsonl(tmp_path / "in" / "a.jsonl", [{"text": "aa ab"}]).parent
-    (folder / "b.txt").write_text("zyx\n" * 9)
-    train_tokenizer((folder,), 280, tmp_path)
-    assert {"aa", "zyx"} <= json.loads((tmp_path / "vocab.json").read_text()).keys()
 
 
 def test_small_corpus(tmp_path: Path, capsys: Capture) -> None:
@@ -95,12 +88,7 @@ def test_same_tokenizer(tmp_path: Path, kind: str) -> None:
     ("count", "size", "words", "share"), [(1500, 9000, "", 33.3), (500, 100, "words ", 98.2)]
 )
 def test_unknown_letters(
-    tmp_path: Path,
-    capsys: Capture,
-    count: int,
-    size: int,
-    words: str,
-    share: float,
+    tmp_path: Path, capsys: Capture, count: int, size: int, words: str, share: float
 ) -> None:
     letters = "".join(chr(0x4E00 + number) for number in range(count))
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": f"{words}{letters} {words}"}] * 2)
@@ -125,15 +113,13 @@ def test_replaced_files(tmp_path: Path) -> None:
     assert len((out / "vocab.txt").read_text().splitlines()) <= 100
 
 
-@pytest.mark.parametrize(
-    ("words", "field"),
-    [
-        ("--vocab-size 256", "--vocab-size"),
-        ("--vocab-size 99 --tokenizer-type BertWordPieceCase", "--vocab-size"),
-        ("--vocab-size 100 --tokenizer-type T5", "--tokenizer-type"),
-        ("--vocab-size 300 --input none.jsonl", "--input"),
-    ],
-)
+LAST = """
+--vocab-size 256 | --tokenizer-type BertWordPieceCase --vocab-size 99
+--vocab-size 100 --tokenizer-type T5 | --vocab-size 300 --input none.jsonl
+"""
+
+
+@pytest.mark.parametrize(("words", "field"), by_last_flag(LAST))
 def test_refusals(tmp_path: Path, words: str, field: str) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": "All of it in one line"}])
     given = ["--input", str(source)] if "--input" not in words else []

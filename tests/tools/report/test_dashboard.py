@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from megatron.config.parse import parse_call
+from tests.programs import ROOT
 from tests.refusals import refused
 from tests.tools.report.pages import HOSTILE, ParsedPage
 from tests.tools.report.records import START, step, write
@@ -24,7 +25,6 @@ from tools.report.dashboard import Dashboard, Handler, dashboard
 from tools.report.run import rank_rows, run_page
 from tools.report.sections import Page, Table
 
-ROOT = Path(__file__).resolve().parents[3]
 AXES = {"pipeline": 2, "data": 3, "tensor": 4}
 
 
@@ -76,15 +76,8 @@ def test_only_the_page_is_served_and_only_to_this_machine(tmp_path: Path) -> Non
     with serving(write(tmp_path, [START, step(1)])) as server:
         assert server.server_address[0] == "127.0.0.1"
         port = server.server_port
-        foreign = (
-            "evil.example",
-            f"evil.example:{port}",
-            "",
-            "127.0.0.1.evil.de",
-            "a@127.0.0.1",
-            "[",
-        )
-        for host in foreign:
+        foreign = ("", "evil.example", f"evil.example:{port}", "127.0.0.1.evil.de", "a@127.0.0.1")
+        for host in (*foreign, "["):
             status, text = ask(server, Host=host)
             assert status == 403
             assert "2026" not in text
@@ -101,15 +94,19 @@ def test_only_the_page_is_served_and_only_to_this_machine(tmp_path: Path) -> Non
         assert ask(server, method="POST")[0] >= 400
 
 
+def timed(which: str, rank: int, seconds: float, host: str, **phases: float) -> dict[str, Any]:
+    """Facts of a logged step about its "median" or its "slowest" rank."""
+    about = {"rank": rank, "seconds": seconds, "host": host, "phases": phases}
+    return {f"{which}_{key}": value for key, value in about.items()}
+
+
 def hostile_lines() -> list[dict[str, Any]]:
     phases = {HOSTILE: 0.5, "p2p": 0.125}
-    about = {"rank": 1, "host": HOSTILE, "seconds": 0.5, "phases": phases}
-    timed = {f"median_{key}": value for key, value in about.items()}
-    timed |= {f"slowest_{key}": value for key, value in about.items()}
-    timed |= {"slowest_rank": 3, "slowest_seconds": 0.75}
+    about = timed("median", 1, 0.5, HOSTILE, **phases)
+    about |= timed("slowest", 3, 0.75, HOSTILE, **phases)
     return [
         START,
-        step(10, **timed),
+        step(10, **about),
         {"step": 10, "validation_loss": 2.0, f"validation_{HOSTILE}": 3.0},
         {"step": 10, "sample": 1, "prompt": HOSTILE, "text": HOSTILE},
         {"step": 10, "ended": HOSTILE, "exit_code": 0},
@@ -131,11 +128,14 @@ def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
     ParsedPage(text.replace(f"<script>{script}</script>", "").encode())
 
 
+def tables_of(page: Page) -> list[Table]:
+    parts = (part for section in page.sections for part in section.parts)
+    return [part for part in parts if isinstance(part, Table)]
+
+
 def test_a_page_says_who_is_late_and_what_each_rank_holds() -> None:
-    about = {"median_rank": 1, "median_seconds": 0.3, "median_host": "near"}
-    about |= {"median_phases": {"forward": 0.3, "p2p": 0.072, "reduction": 0.021}}
-    about |= {"slowest_rank": 3, "slowest_seconds": 0.393, "slowest_host": "node7"}
-    about |= {"slowest_phases": {"forward": 0.393}, "data_wait_share": 0.0325}
+    about = timed("median", 1, 0.3, "near", forward=0.3, p2p=0.072, reduction=0.021)
+    about |= timed("slowest", 3, 0.393, "node7", forward=0.393) | {"data_wait_share": 0.0325}
     memory = [int(number * 2**30) for number in (61, 58, 70, 40)]
     more = {"mfu": 0.4125, "peak_memory_bytes": memory[2], "peak_memory_bytes_by_rank": memory}
     more |= {"seconds_left": 330.0}
@@ -146,12 +146,7 @@ def test_a_page_says_who_is_late_and_what_each_rank_holds() -> None:
     text = ParsedPage(page.html()).text
     for part in ("Rank 3", "node7", "1.31", "72 ms", "21 ms", "2 of the last 2", "3.25 %"):
         assert part in text
-    (table,) = (
-        part
-        for section in page.sections
-        for part in section.parts
-        if isinstance(part, Table) and "tensor" in part.head
-    )
+    (table,) = (each for each in tables_of(page) if "tensor" in each.head)
     assert [row[:5] for row in table.rows] == [
         ("0", "0", "0", "0", "61.00 GiB"),
         ("1", "0", "0", "1", "58.00 GiB"),
@@ -213,8 +208,7 @@ def test_a_page_has_the_profile_and_the_memory_that_the_record_had_last() -> Non
     old, new = ({"peak_memory_bytes_by_rank": [number * 2**30] * 4} for number in (1, 2))
     profile = {"step": 6, "profile": ranks}
     page = run_page("own", [START, step(2, **old), step(4, **new), profile, step(6)])
-    tables = [part for each in page.sections for part in each.parts if isinstance(part, Table)]
-    found, layout, *_ = (table.rows for table in tables)
+    found, layout, *_ = (table.rows for table in tables_of(page))
     assert [(name, mean, cell.share, *each) for name, mean, cell, *each in found] == [
         ("matmul", "200.0", pytest.approx(0.5), "300.0", "100.0"),
         ("idle in the pipeline", "150.0", pytest.approx(0.375), "0.0", "300.0"),
@@ -224,10 +218,7 @@ def test_a_page_has_the_profile_and_the_memory_that_the_record_had_last() -> Non
 
 
 def test_only_the_newest_layout_counts() -> None:
-    about = {"median_rank": 0, "median_seconds": 0.3, "median_host": "h", "median_phases": {}}
-    about |= {"slowest_rank": 1, "slowest_seconds": 0.6, "slowest_host": "h"}
-    about |= {"slowest_phases": {}}
-    about["median_phases"] = {"p2p": 0.0004}
+    about = timed("median", 0, 0.3, "h", p2p=0.0004) | timed("slowest", 1, 0.6, "h")
     old = [step(number, peak_memory_bytes_by_rank=[2**40] * 4, **about) for number in (2, 4)]
     text = ParsedPage(run_page("own", [START, *old]).html()).text
     assert "2 of the last 2" in text

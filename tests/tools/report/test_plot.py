@@ -12,29 +12,18 @@ from megatron.config.parse import parse_call
 from megatron.train.callbacks import Callback
 from megatron.train.metrics import mark_rewound, read_metrics
 from megatron.train.step import StepResult
-from tests.refusals import refused
+from tests.refusals import by_last_flag, refused
 from tests.tools.report.pages import ParsedPage
 from tests.tools.report.records import START, step, write
 from tests.train.test_callbacks import run
-from tools.report.curves import (
-    BUCKETS,
-    Runs,
-    draw_panel,
-    left_out,
-    panels,
-    positions,
-    run_names,
-    smooth,
-    term_panel,
-    thinned,
-)
+from tools.report import curves
 from tools.report.plot import plot
 
 
-def drawn(runs: Runs, term: str = "loss", **options: Any) -> list[Any]:
+def drawn(runs: curves.Runs, term: str = "loss", **options: Any) -> list[Any]:
     """The lines that are drawn of a term."""
     axes = Figure().subplots()
-    draw_panel(axes, runs, term_panel(term), **options)
+    curves.draw_panel(axes, runs, curves.term_panel(term), **options)
     return [line for line in axes.lines if len(line.get_xdata())]
 
 
@@ -63,7 +52,7 @@ def test_a_run_is_called_by_what_differs(
         if place.suffix:
             place.touch()
     (tmp_path / "b").mkdir(exist_ok=True)
-    assert run_names([Path(name) for name in runs]) == names
+    assert curves.run_names([Path(name) for name in runs]) == names
 
 
 class Counter(Callback):
@@ -80,12 +69,12 @@ def test_tokens_and_time_are_those_of_a_run(tmp_path: Path) -> None:
     run(tmp_path, [counter], log_interval=2)
     lines = read_metrics(tmp_path / "m.jsonl")
     assert len(set(counter.tokens)) == 5
-    assert [*positions(lines, "tokens", [0, 2, 4])] == pytest.approx(counter.tokens[::2])
+    assert [*curves.positions(lines, "tokens", [0, 2, 4])] == pytest.approx(counter.tokens[::2])
     totals = [0.0]
     for line in (each for each in lines if "step_seconds" in each):
         totals.append(totals[-1] + 2 * line["step_seconds"])
-    assert [*positions(lines, "time", [0, 2, 4])] == totals
-    assert [*positions(lines, "steps", [0, 2, 4])] == [0, 2, 4]
+    assert [*curves.positions(lines, "time", [0, 2, 4])] == totals
+    assert [*curves.positions(lines, "steps", [0, 2, 4])] == [0, 2, 4]
 
 
 def test_a_resumed_run_goes_on_where_it_was_saved(tmp_path: Path) -> None:
@@ -97,8 +86,8 @@ def test_a_resumed_run_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     write(tmp_path, [{"step": 15, "validation_loss": 2.5}])
     lines = read_metrics(file)
     seconds, tokens = [1.25, 3.75, 6.25], [500.0, 1250.0, 2000.0]
-    assert [*positions(lines, "time", [5, 10, 15])] == seconds
-    assert [*positions(lines, "tokens", [5, 10, 15])] == tokens
+    assert [*curves.positions(lines, "time", [5, 10, 15])] == seconds
+    assert [*curves.positions(lines, "tokens", [5, 10, 15])] == tokens
     for against, x in (("steps", [5, 10, 15]), ("time", seconds), ("tokens", tokens)):
         _, training, validation = drawn({"own": lines}, against=against)
         assert [*training.get_xdata()] == x
@@ -108,8 +97,8 @@ def test_a_resumed_run_goes_on_where_it_was_saved(tmp_path: Path) -> None:
 
 def test_time_begins_with_the_record() -> None:
     lines = [{**START, "step": 100}, step(104), step(108)]
-    assert [*positions(lines, "time", [100, 104, 108])] == [0.0, 1.0, 2.0]
-    assert [*positions(lines, "tokens", [104, 108])] == [10_400.0, 10_800.0]
+    assert [*curves.positions(lines, "time", [100, 104, 108])] == [0.0, 1.0, 2.0]
+    assert [*curves.positions(lines, "tokens", [104, 108])] == [10_400.0, 10_800.0]
 
 
 def test_a_run_of_one_point_is_visible() -> None:
@@ -121,15 +110,15 @@ def test_a_run_of_one_point_is_visible() -> None:
 def test_what_is_not_finite_is_left_out_and_said() -> None:
     lines = [START, step(1, 3.0), step(2, None), step(3, None, mfu=0.5)]
     assert [[*line.get_xdata()] for line in drawn({"own": lines})] == [[1], [1]]
-    assert len(left_out("own", [*lines, {"step": 3, "validation_loss": None}])) == 2
-    assert not left_out("own", lines[:2])
+    assert len(curves.left_out("own", [*lines, {"step": 3, "validation_loss": None}])) == 2
+    assert not curves.left_out("own", lines[:2])
     keys = ["lr", "grad_norm", "tokens_per_second", "mfu"]
-    assert [panel.key for panel in panels({"own": [START, *lines[2:]]})] == keys
+    assert [panel.key for panel in curves.panels({"own": [START, *lines[2:]]})] == keys
 
 
 def test_panels_are_those_of_any_run() -> None:
     bert = [step(1, mlm_loss=1.0, sop_loss=0.5, peak_memory_bytes=2**31)]
-    keys = [panel.key for panel in panels({"gpt": [step(1)], "bert": bert})]
+    keys = [panel.key for panel in curves.panels({"gpt": [step(1)], "bert": bert})]
     assert keys[:3] == ["loss", "mlm_loss", "sop_loss"]
     assert keys[-1] == "peak_memory_bytes"
     assert len(drawn({"gpt": [step(1)], "bert": bert}, "sop_loss")) == 2
@@ -137,18 +126,18 @@ def test_panels_are_those_of_any_run() -> None:
 
 def test_smoothing_keeps_lines_and_averages_noise() -> None:
     line = [float(step) for step in range(200)]
-    assert smooth(line) == pytest.approx(line)
+    assert curves.smooth(line) == pytest.approx(line)
     noise = [math.cos(math.pi * step) for step in range(200)]
-    assert max(map(abs, smooth(noise)[20:])) < 0.2
-    assert smooth([5.0]) == [5.0]
-    assert smooth([0.1] * 3000) == [0.1] * 3000
+    assert max(map(abs, curves.smooth(noise)[20:])) < 0.2
+    assert curves.smooth([5.0]) == [5.0]
+    assert curves.smooth([0.1] * 3000) == [0.1] * 3000
 
 
 def test_a_long_curve_keeps_its_spikes() -> None:
     values = [0.0] * 50_000
     values[12_345], values[40_000] = 9.0, -9.0
-    x, y = thinned(range(50_000), values)
-    assert len(x) <= 2 * BUCKETS + 2
+    x, y = curves.thinned(range(50_000), values)
+    assert len(x) <= 2 * curves.BUCKETS + 2
     assert dict(zip(x.tolist(), y.tolist(), strict=True)).items() >= {(12_345, 9.0), (40_000, -9.0)}
 
 
@@ -193,19 +182,14 @@ def test_a_run_without_throughput_has_a_page(
     assert "b: 1 of 2 values" in ParsedPage(Path("term.html").read_bytes()).text
 
 
-@pytest.mark.parametrize(
-    ("words", "flag"),
-    [
-        ("gpt2 --output a.gif", "--output"),
-        ("gpt2 bert --term mlm_loss", "--term"),
-        ("bert --term step", "--term"),
-        ("gpt2 vit --against tokens", "--against"),
-        ("old --against time", "--against"),
-        ("started", "started/metrics.jsonl"),
-        ("nothing", "nothing"),
-        ("", "RUNS"),
-    ],
-)
+LAST = """
+gpt2 --output a.gif | gpt2 bert --term mlm_loss | bert --term step | gpt2 vit --against tokens
+old --against time
+"""
+FIRST = [("started", "started/metrics.jsonl"), ("nothing", "nothing"), ("", "RUNS")]
+
+
+@pytest.mark.parametrize(("words", "flag"), [*by_last_flag(LAST), *FIRST])
 def test_refusals(words: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(Path("gpt2"), [START, step(1)])
