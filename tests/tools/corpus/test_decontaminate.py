@@ -17,13 +17,7 @@ from tests.refusals import refusal
 from tests.tools.corpus.lines import dropped, manifest, read_jsonl, write_jsonl
 from tools.corpus import ngrams as module
 from tools.corpus.decontaminate import Settings, run
-from tools.corpus.evaluation import (
-    Evaluation,
-    hash_passage,
-    load_evaluation,
-    normalise_title,
-    read_passages,
-)
+from tools.corpus.evaluation import hash_passage, load_evaluation, normalise_title, read_passages
 from tools.corpus.ngrams import NgramSet, fold_table, hash_ngrams, split_words
 
 Record = dict[str, Any]
@@ -249,10 +243,6 @@ WIKITEXT = """
 """  # noqa: W291, W293, it is what such files are like
 
 
-def load(*files: Path, ngram: int = 3, titles: tuple[Path, ...] = ()) -> Evaluation:
-    return load_evaluation(files, titles, ngram, 2)
-
-
 def test_an_article_of_wikitext_is_a_passage(tmp_path: Path) -> None:
     """Titles are those of articles without <unk>, and those of a list."""
     wiki = place(tmp_path, "wiki.tokens", WIKITEXT)
@@ -260,7 +250,7 @@ def test_an_article_of_wikitext_is_a_passage(tmp_path: Path) -> None:
     assert [each[:3] for each in passages] == [["=", "M", "@-@"], ["=", "Tikal", "<unk>"]]
     assert "Four" in passages[0]
     listed = place(tmp_path, "more.txt", "Mount Elbert\n\nB of the Bang\n")
-    found = load(wiki, titles=(listed,))
+    found = load_evaluation((wiki,), (listed,), 3, 2)
     assert found.titles == {"m-82(michiganhighway)", "mountelbert", "bofthebang"}
     assert found.unknown_titles == 1
 
@@ -300,7 +290,7 @@ def test_tokenised_text_has_the_words_of_running_text() -> None:
 
 
 def test_an_unk_breaks_ngrams(tmp_path: Path) -> None:
-    found = load(place(tmp_path, "a.txt", "a b c d <unk> e f g"))
+    found = load_evaluation((place(tmp_path, "a.txt", "a b c d <unk> e f g"),), (), 3, 2)
     assert found.cut.find(split_words("a b c d e f g").hashes).positions.tolist() == [0, 1, 4]
 
 
@@ -314,10 +304,9 @@ def test_passages_that_are_too_short_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
-    path = place(tmp_path, "a.txt", "a b c")
-    assert len(load(path).cut) == 1
-    place(tmp_path, "a.txt", "a b c d e")
-    assert len(load(path).cut) == 3
+    for text, count in (("a b c", 1), ("a b c d e", 3)):
+        path = place(tmp_path, "a.txt", text)
+        assert len(load_evaluation((path,), (), 3, 2).cut) == count
 
 
 # Words and n-grams
@@ -327,14 +316,10 @@ CHARACTERS = "abAB1 ,.'-\n\u00a0éÉßẞİ\u0131Σ\u03c3ςДд中\u0301🙂\U00
 
 def words_by_hand(text: str) -> list[tuple[int, int, str]]:
     """(start, stop, lower case) of every word."""
-    words, start = [], None
-    for k, character in enumerate(text + " "):
-        if character.isalnum():
-            start = k if start is None else start
-        elif start is not None:
-            words.append((start, k, "".join(each.lower()[0] for each in text[start:k])))
-            start = None
-    return words
+    return [
+        (word.start(), word.end(), "".join(each.lower()[0] for each in word[0]))
+        for word in re.finditer(r"[^\W_]+", text)
+    ]
 
 
 def test_the_table_folds_every_code_point_as_python_does() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.data.samples import write_tokenizer_json
+from tests.programs import ROOT
 from tests.refusals import refusal, refused
 from tests.tools.corpus.lines import content, manifest, read_jsonl, stages, write_jsonl
 from tools.corpus import plan
@@ -21,10 +22,7 @@ from tools.corpus.__main__ import main
 from tools.corpus.pipeline import preflight, read_description
 from tools.corpus.run import Settings, jobs_until, run
 from tools.corpus.settings import program
-from tools.corpus.split import Settings as SplitSettings
-from tools.corpus.split import run as run_split
 
-ROOT = Path(__file__).resolve().parents[3]
 STEPS = """
 [clean]
 min_tokens = 20
@@ -56,16 +54,15 @@ def go(file: Path, **more: Any) -> None:
     run(Settings(config=file, **{"plan": False, **more}))
 
 
-def error_naming(file: Path, *words: str, **more: Any) -> str:
-    """With which the run ends; it names all these words."""
+def assert_refused(file: Path, *words: str, **more: Any) -> None:
+    """The error with which the run ends names all these words."""
     error = str(refusal(partial(go, file, **more), lines=3))
     assert not [word for word in words if word not in error], error
-    return error
 
 
 def times(folder: Path) -> dict[str, int]:
-    files = (folder / "out").rglob("*.jsonl")
-    return {str(path.relative_to(folder / "out")): path.stat().st_mtime_ns for path in files}
+    out = folder / "out"
+    return {str(p.relative_to(out)): p.stat().st_mtime_ns for p in out.rglob("*.jsonl")}
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +93,9 @@ def test_a_changed_step_is_refused_and_with_overwrite_redone_with_all_after_it(
     finished: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(finished.parent, tmp_path, dirs_exist_ok=True)
-    file = tmp_path / finished.name
     before = times(tmp_path)
-    text = finished.read_text().replace(str(finished.parent), str(tmp_path))
-    file.write_text(text.replace("0.7", "0.5"))
-    error_naming(file, "jaccard 0.7", "0.5", f"python -m tools.corpus run {file} --overwrite")
+    file = description(tmp_path, STEPS.replace("0.7", "0.5"))
+    assert_refused(file, "jaccard 0.7", "0.5", f"python -m tools.corpus run {file} --overwrite")
     assert times(tmp_path) == before
     go(file, overwrite=True)
     after = times(tmp_path)
@@ -111,7 +106,7 @@ def test_a_changed_step_is_refused_and_with_overwrite_redone_with_all_after_it(
     (tmp_path / "test.txt").write_text(first)
     between = f"[decontaminate]\nevaluation = ['{tmp_path / 'test.txt'}']\n"
     file.write_text(file.read_text() + between)
-    error_naming(file, "[dedup]", "--overwrite")  # which gets other input
+    assert_refused(file, "[dedup]", "--overwrite")  # which gets other input
 
 
 def test_a_removal_far_above_that_of_the_sample_stops_the_run(tmp_path: Path) -> None:
@@ -122,7 +117,7 @@ def test_a_removal_far_above_that_of_the_sample_stops_the_run(tmp_path: Path) ->
     assert dedup["removal"] > 0.001
     dedup["removal"] = 0.001
     kept.write_text(json.dumps(record))
-    error_naming(file, "[dedup]", "expected_removal", plan=True)
+    assert_refused(file, "[dedup]", "expected_removal", plan=True)
     file.write_text(file.read_text() + "expected_removal = 0.5\n")
     go(file, plan=True)  # the file's word counts
 
@@ -149,8 +144,8 @@ ratio = "1:1"
     file = description(tmp_path, steps)
     go(file, until="extract")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["extract"]
-    program = lambda words: go(file, until=words[1])  # noqa: E731
-    assert refused(program, "--until tokenise") == "--until"  # the cure does the rest
+    # The cure does the rest.
+    assert refused(lambda words: go(file, until=words[1]), "--until tokenise") == "--until"
     sources = manifest(tmp_path / "out" / "split")["input"]["sources"]
     assert {name: count["documents"] for name, count in sources.items()} == {
         "topics": len(topics) + 2, "web": 5, "files": 5,
@@ -215,7 +210,7 @@ def test_a_bad_description_is_refused_before_anything_starts(
 ) -> None:
     file = description(tmp_path, steps, head)
     for is_planned in (True, False):
-        error_naming(file, str(file), *words.split(), plan=is_planned)
+        assert_refused(file, str(file), *words.split(), plan=is_planned)
     assert not (tmp_path / "out").exists()
 
 
@@ -246,7 +241,7 @@ def test_a_cure_is_a_line_of_the_file_and_works_there(
 
 def test_a_description_that_is_not_there_is_named(tmp_path: Path) -> None:
     for file in (tmp_path / "none.toml", tmp_path):
-        error_naming(file, str(file))
+        assert_refused(file, str(file))
 
 
 def test_a_vocabulary_may_be_the_folder_of_a_tokenizer_json(tmp_path: Path) -> None:
@@ -266,7 +261,7 @@ def test_what_the_run_itself_makes_need_not_be_there_yet(
         made = read_description(file)
         preflight(made, made.jobs({"scheduler": scheduler}))
     raw = tmp_path / "raw"  # a neighbour of OUTPUT
-    error_naming(description(tmp_path, f"{EXTRACT}input = ['{raw}']\n"), str(raw))
+    assert_refused(description(tmp_path, f"{EXTRACT}input = ['{raw}']\n"), str(raw))
 
 
 def test_the_usual_steps_run_without_a_file(tmp_path: Path) -> None:
@@ -342,15 +337,12 @@ def submit(folder: Path, step: str, *flags: str, **environ: str) -> list[str]:
 def test_the_array_of_jobs_writes_what_one_process_writes(tmp_path: Path) -> None:
     raw = corpus(tmp_path)
     flags = ["--input", str(raw), "--shard-size", "40KB", "--unit", "50KB", "--ratio", "3:1"]
-    flags += ["--output", str(tmp_path / "array")]
-    jobs = submit(tmp_path, "split", *flags, PYTHON=sys.executable, ARRAY="2", STAGES="3")
+    array = [*flags, "--output", str(tmp_path / "array")]
+    jobs = submit(tmp_path, "split", *array, PYTHON=sys.executable, ARRAY="2", STAGES="3")
     assert ["--array=0-1" in job for job in jobs] == [True, True, True, False]  # one too many
     assert ["--dependency=afterok:7 " in job for job in jobs] == [False, True, True, True]
-    one = SplitSettings(
-        input=(raw,), output=tmp_path / "one", workers=1, shard_size="40KB", unit="50KB",
-        ratio="3:1",
-    )  # fmt: skip
-    run_split(one)
+    one = [*flags, "--output", str(tmp_path / "one"), "--workers", "1"]
+    program("tools.corpus.split", one)
     assert content(tmp_path / "array") == content(tmp_path / "one")
 
 

@@ -64,6 +64,7 @@ def test_workers_that_fail_change_nothing(
         with pytest.raises(kind) as error:
             run(settings)
         assert ("--workers" in str(error.value)) == (fault == "kill-always")
+        assert ("a fatal document" in str(error.value)) == (fault == "raise")
     assert (tmp_path / "in" / fault).exists() == (fault != "kill-once")
     (tmp_path / "in" / fault).unlink(missing_ok=True)
     run(toy(tmp_path / "in", tmp_path / "out"))

@@ -111,13 +111,13 @@ def described(prefix: str) -> Description:
     return found
 
 
-def outputs(folder: Path, prefix: str) -> dict[str, bytes]:
+def outputs(prefix: str) -> dict[str, bytes]:
     """{what follows the prefix: content} of every file, those in folders too."""
-    every = content(folder).items()
+    every = content(Path()).items()
     return {name.removeprefix(prefix): x for name, x in every if name.startswith(f"{prefix}_")}
 
 
-def test_documents_in_order_with_end_marks(folder: Path, tokenise: Tokenise) -> None:
+def test_documents_in_order_with_end_marks(tokenise: Tokenise) -> None:
     """As a program, on several units of one shard."""
     texts = [f"{number} {text}" for number, text in enumerate(TEXTS * 20)]
     write_lines("a.jsonl", texts[:3000])
@@ -130,16 +130,16 @@ def test_documents_in_order_with_end_marks(folder: Path, tokenise: Tokenise) -> 
     assert "gigatoken" in done.stderr
     expected = documents(texts, 260)
     assert read("p_text_document") == expected
-    assert outputs(folder, "p").keys() == FILES | TOKENIZER
+    assert outputs("p").keys() == FILES | TOKENIZER
     for name in TOKENIZER:
         assert Path(f"p{name}").read_bytes() == Path(Path(name).name).read_bytes()
     assert verify("p_text_document").documents == 4000
     tokenise(f"{words} --output-prefix cut --shard-size 75KB")
     assert read("cut_text_document") == expected
-    assert len(list(folder.glob("cut_*.bin"))) > 4
+    assert len(list(Path().glob("cut_*.bin"))) > 4
 
 
-def test_text_files_are_documents_beside_lines(folder: Path, tokenise: Tokenise) -> None:
+def test_text_files_are_documents_beside_lines(tokenise: Tokenise) -> None:
     Path("mixed").mkdir()
     Path("mixed/a.txt").write_text(TEXTS[0] + "\n\n" + TEXTS[1])
     Path("mixed/b.jsonl").write_text(json.dumps({"body": TEXTS[2]}) + "\n")
@@ -154,59 +154,53 @@ def test_text_files_are_documents_beside_lines(folder: Path, tokenise: Tokenise)
     assert json.loads(bad)["file"].endswith("d.txt")
 
 
-def test_a_wrong_json_key_is_named_with_those_that_are_there(
-    folder: Path, tokenise: Tokenise
-) -> None:
+def test_a_wrong_json_key_is_named_with_those_that_are_there(tokenise: Tokenise) -> None:
     records = [{"content": text, "id": str(number)} for number, text in enumerate(TEXTS * 10)]
-    write_jsonl(folder / "b.jsonl", records)
+    write_jsonl(Path("b.jsonl"), records)
     words = f"{BPE} --input b.jsonl"
     error = refusal(lambda: step.main(given(f"{words} --json-key body")))
     assert isinstance(error, UsageError)
     assert (error.flag, error.works) == ("--json-key", ("--json-key", "content"))
     assert "2000" in str(error)
-    assert not outputs(folder, "p")
+    assert not outputs("p")
     assert "warning" not in tokenise(" ".join([words, *error.works]))
-    write_jsonl(folder / "b.jsonl", [*records, {"body": "the inn"}])
+    write_jsonl(Path("b.jsonl"), [*records, {"body": "the inn"}])
     said = tokenise(f"{words} --json-key body")
     [warning] = [line for line in said.splitlines() if line.startswith("warning: ")]
     assert "--json-key body: 2000 " in warning
     assert read("p_body_document") == documents(["the inn"], 260)
 
 
-def test_an_earlier_output_is_kept_or_with_overwrite_replaced_whole(
-    folder: Path, tokenise: Tokenise
-) -> None:
+def test_an_earlier_output_is_kept_or_with_overwrite_replaced_whole(tokenise: Tokenise) -> None:
     write_lines("a.jsonl", ["one", "two"] * 2000, b"bad\n")
     write_lines("b.jsonl", ["three"])
     Path("c.jsonl").write_bytes(b"bad\n")
     tokenise(f"{BPE} --shard-size 20KB")
-    before = outputs(folder, "p")
+    before = outputs("p")
     assert len(before) > 8
     assert refused_with(f"{BPE} --input c.jsonl --overwrite").startswith("--input")
-    assert outputs(folder, "p") == before
+    assert outputs("p") == before
     assert refused(step.main, given(f"{BPE} --input b.jsonl")) == "--output-prefix"
     for _ in range(2):  # also where its sidecar says nothing
         tokenise(f"{BPE} --input b.jsonl --overwrite")
-        assert outputs(folder, "p").keys() == FILES | TOKENIZER
+        assert outputs("p").keys() == FILES | TOKENIZER
         assert read("p_text_document") == documents(["three"], 260)
         Path("p_text_document.json").write_text("{}")
 
 
-def test_a_move_that_failed_is_finished_by_the_same_command(
-    folder: Path, tokenise: Tokenise
-) -> None:
+def test_a_move_that_failed_is_finished_by_the_same_command(tokenise: Tokenise) -> None:
     """All is done in the work folder by then."""
     tokenise(f"{BPE} --shard-size 4KB --output-prefix whole")
-    in_the_way = folder / "p_text_document_00002.bin"
+    in_the_way = Path("p_text_document_00002.bin")
     in_the_way.mkdir()
     assert in_the_way.name in refused_with(f"{BPE} --shard-size 4KB")
     in_the_way.rmdir()
     tokenise(f"{BPE} --shard-size 4KB")
-    assert outputs(folder, "p") == outputs(folder, "whole")
-    assert not list(folder.glob("*.work"))
+    assert outputs("p") == outputs("whole")
+    assert not list(Path().glob("*.work"))
 
 
-def test_whether_documents_were_shuffled_is_noted(folder: Path, tokenise: Tokenise) -> None:
+def test_whether_documents_were_shuffled_is_noted(tokenise: Tokenise) -> None:
     inputs = (Path("a.jsonl"),)
     split.run(split.Settings(input=inputs, output=Path("split"), workers=1, ratio="3:1"))
     shard = next(Path("split/train").glob("*.jsonl"))
@@ -257,7 +251,7 @@ def test_bad_input_is_refused_by_its_flag(folder: Path, row: str, flag: str) -> 
 
 
 def test_each_sentence_is_a_sequence(
-    folder: Path, tokenise: Tokenise, capsys: pytest.CaptureFixture[str]
+    tokenise: Tokenise, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = tokenise(BERT)
     expected = sentences(TALK)
@@ -268,29 +262,29 @@ def test_each_sentence_is_a_sequence(
     facts = described("p_text_sentence")
     assert (facts.sentences, facts.documents, facts.eod) == (count, 120, None)
     names = [f"_text_sentence{suffix}" for suffix in (".bin", ".idx", ".json")]
-    assert outputs(folder, "p").keys() == {*names, "_text_sentence.tokenizer/vocab.txt"}
+    assert outputs("p").keys() == {*names, "_text_sentence.tokenizer/vocab.txt"}
     found = read_tokenizer(LOWER_CASE, tokenizer_folder("p_text_sentence"))
     assert found.fingerprint == facts.tokenizer_fingerprint
     step.main(["verify", "p_text_sentence"])
     assert f" {count} sequences" in capsys.readouterr().out
 
 
-def test_text_without_a_token_is_left_out_and_counted(folder: Path, tokenise: Tokenise) -> None:
+def test_text_without_a_token_is_left_out_and_counted(tokenise: Tokenise) -> None:
     """A zero-width space is no white space, and no token of BERT's."""
     texts = ["One.\n\u200b\nThe inn.", "\u200b \u200b", "In.", "\x00", "\u200b\n\u200b"]
     write_lines("a.jsonl", texts, b"bad\n")
     tokenise(f"{BERT} --output out")
     assert read("out/text_sentence") == sentences(["One.\nThe inn.", "In."])
-    noted = manifest(folder / "out")
+    noted = manifest(Path("out"))
     assert noted["dropped"]["bad line"]["documents"] == 1
     assert (noted["sentences"], noted["empty_sentences"]) == (3, 5)
     assert noted["input"]["documents"] - noted["output"]["documents"] == 1 + 3
     write_lines("a.jsonl", texts[3:])
     assert refused_with(BERT).startswith("--input")
-    assert not list(folder.glob("p_*"))
+    assert not list(Path().glob("p_*"))
 
 
-def test_whole_documents_of_a_wordpiece(folder: Path, tokenise: Tokenise) -> None:
+def test_whole_documents_of_a_wordpiece(tokenise: Tokenise) -> None:
     """Those without a token are left out; one warning says which program does not read them."""
     write_lines("a.jsonl", ["the inn", "\u200b", "in"])
     tokenizer = build_tokenizer(LOWER_CASE, "vocab.txt", None)
@@ -303,20 +297,16 @@ def test_whole_documents_of_a_wordpiece(folder: Path, tokenise: Tokenise) -> Non
         ]
 
 
-def test_text_of_another_language_is_refused_before_anything_is_written(
-    folder: Path, tokenise: Tokenise
-) -> None:
+def test_text_of_another_language_is_refused_before_anything_is_written(tokenise: Tokenise) -> None:
     """Though it is a part of the input only, and not its beginning."""
     write_lines("a.jsonl", TALK * 40 + [UNKNOWN * 20] * 4000)
-    before = set(folder.iterdir())
+    before = set(Path().iterdir())
     assert "--max-unknown 0." in refused_with(f"{BERT} --output out")
-    assert set(folder.iterdir()) == before
+    assert set(Path().iterdir()) == before
     tokenise(f"{BERT} --output out --max-unknown 1")
 
 
-def test_a_share_of_unknown_tokens_is_told_warned_of_and_refused(
-    folder: Path, tokenise: Tokenise
-) -> None:
+def test_a_share_of_unknown_tokens_is_told_warned_of_and_refused(tokenise: Tokenise) -> None:
     """1, 2 and 8 of 100 tokens: the last is refused at the end, when the share is certain."""
 
     def write(unknown: int) -> None:
@@ -328,33 +318,31 @@ def test_a_share_of_unknown_tokens_is_told_warned_of_and_refused(
         said = tokenise(f"{BERT} --overwrite")
         assert f"{unknown}.00%" in said
         assert said.count("warning: ") == said.count(f" {9 * unknown} of 900") == (unknown > 1)
-    earlier = outputs(folder, "p")
+    earlier = outputs("p")
     write(8)
     said = refused_with(f"{BERT} --overwrite")
     assert "72 of 900" in said
     assert "--max-unknown 0.08" in said
-    left = {name: found for name, found in outputs(folder, "p").items() if "work" not in name}
+    left = {name: found for name, found in outputs("p").items() if "work" not in name}
     assert left == earlier
     assert "72 of 900" in tokenise(f"{BERT} --overwrite --max-unknown 0.08")
     facts = described("p_text_sentence")
     assert (facts.unknown_tokens, facts.one_sentence) == (72, 7)
-    assert not list(folder.glob("*.work"))
+    assert not list(Path().glob("*.work"))
 
 
-def test_text_in_lower_case_is_refused_by_a_vocabulary_with_capitals(
-    folder: Path, tokenise: Tokenise
-) -> None:
+def test_text_in_lower_case_is_refused_by_a_vocabulary_with_capitals(tokenise: Tokenise) -> None:
     """Though no token is [UNK]; a share of capitals below one half is a warning."""
     capitals = string.ascii_uppercase
-    file = Path(write_wordpiece(folder, *capitals, *(f"##{letter}" for letter in capitals)))
+    file = Path(write_wordpiece(Path(), *capitals, *(f"##{letter}" for letter in capitals)))
     file.rename("cased.txt")  # a tokenizer is made once of a file
-    before = set(folder.iterdir())
+    before = set(Path().iterdir())
     words = f"{BERT} --overwrite --vocab-file cased.txt --tokenizer-type BertWordPieceCase"
     write_lines("a.jsonl", LOWER)
     said = refused_with(words)
     assert "0 of 120" in said
     assert f"--tokenizer-type {LOWER_CASE}" in said
-    assert set(folder.iterdir()) == before
+    assert set(Path().iterdir()) == before
     for cased, more in ((0, "--allow-lower-case"), (40, ""), (120, "")):
         write_lines("a.jsonl", [*TALK[:cased], *LOWER[cased:]])
         said = tokenise(f"{words} {more}")
@@ -362,9 +350,7 @@ def test_text_in_lower_case_is_refused_by_a_vocabulary_with_capitals(
         assert "(0.00% [UNK])" in said
 
 
-def test_unknown_tokens_and_single_sentences_are_noted_of_every_shard(
-    folder: Path, tokenise: Tokenise
-) -> None:
+def test_unknown_tokens_and_single_sentences_are_noted_of_every_shard(tokenise: Tokenise) -> None:
     """In the sidecar and, for a folder, in the manifest."""
     texts = [*TALK, "the inn " * 20 + UNKNOWN] * 3
     write_lines("a.jsonl", texts)
@@ -374,7 +360,7 @@ def test_unknown_tokens_and_single_sentences_are_noted_of_every_shard(
     assert read("out/text_sentence") == sentences(texts)
     assert (facts.unknown_tokens, facts.one_sentence) == (3, 3)
     assert sum(shard.one_sentence or 0 for shard in facts.shards) == 3
-    noted = manifest(folder / "out")
+    noted = manifest(Path("out"))
     assert (noted["unknown_tokens"], noted["one_sentence"]) == (3, 3)
     assert (noted["sentences"], noted["empty_sentences"]) == (facts.sentences, 0)
     assert noted["tokens"] == sum(map(len, chain.from_iterable(sentences(texts))))
