@@ -54,15 +54,15 @@ def by_last_flag(listed: str) -> list[tuple[str, str]]:
 
 
 def leaving_nothing(program: Program) -> Program:
-    """The program; where it is refused, nothing may be at --output, nor half written."""
+    """The program; where it is refused, nothing new may be at --output, nor half written."""
 
     def run(words: list[str]) -> None:
         to = Path(words[words.index("--output") + 1])
+        before = {*to.parent.glob(f"*{to.name}*")}
         try:
             program(words)
-        except SystemExit:
-            assert not to.exists()
-            assert not list(to.parent.glob(".*partial"))
+        except (SystemExit, *ERRORS):
+            assert {*to.parent.glob(f"*{to.name}*")} == before
             raise
 
     return run

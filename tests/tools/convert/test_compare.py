@@ -140,13 +140,12 @@ def test_attention_to_padding(
     compared: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = BertEncoder.layers
-    monkeypatch.setattr(
-        BertEncoder,
-        "layers",
-        lambda self, x, batch, *numbers: layers(
-            self, x, replace(batch, is_real=torch.ones_like(batch.is_real)), *numbers
-        ),
-    )
+
+    def of_all(self: BertEncoder, x: Tensor, batch: Any, *numbers: int) -> Tensor:
+        batch = replace(batch, is_real=torch.ones_like(batch.is_real))
+        return layers(self, x, batch, *numbers)
+
+    monkeypatch.setattr(BertEncoder, "layers", of_all)
     assert_differ(compared("post-ln"), compared("post-ln"))
 
 

@@ -147,11 +147,9 @@ def older_gpt2(folder: Path) -> None:
 
 
 def older_bert(folder: Path) -> None:
-    tensors = models.weights_of(folder)
-    old = {
-        name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): tensor
-        for name, tensor in tensors.items()
-    }
+    tensors, old = models.weights_of(folder), dict[str, torch.Tensor]()
+    for name, tensor in tensors.items():
+        old[name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")] = tensor
     assert "cls.predictions.transform.LayerNorm.gamma" in old
     old["cls.predictions.decoder.weight"] = old["bert.embeddings.word_embeddings.weight"].clone()
     old["cls.predictions.decoder.bias"] = old["cls.predictions.bias"].clone()
@@ -172,10 +170,8 @@ def older_llama(folder: Path) -> None:
     options |= {"num_key_value_heads": None, "pretraining_tp": 1}
     del options["head_dim"]
     (folder / "config.json").write_text(json.dumps(options))
-    old = {
-        f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.tensor([1.0, 0.01])
-        for layer in range(2)
-    }
+    names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2)]
+    old = {name: torch.tensor([1.0, 0.01]) for name in names}
     save_file(old, folder / "model-old.safetensors", {"format": "pt"})
     index = folder / "model.safetensors.index.json"
     listed = models.json_of(index)["weight_map"] | dict.fromkeys(old, "model-old.safetensors")
@@ -298,10 +294,8 @@ def test_sentencepiece(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", models.WRITERS)
 def test_no_tokenizer(tmp_path: Path, kind: str) -> None:
-    folder, small = (
-        models.WRITERS[kind](tmp_path / "hf"),
-        models.WRITERS[kind](tmp_path / "s", vocab_size=90),
-    )
+    folder = models.WRITERS[kind](tmp_path / "hf")
+    small = models.WRITERS[kind](tmp_path / "s", vocab_size=90)
     for file in [*folder.iterdir(), *small.iterdir()]:
         if file.name not in ("config.json", "model.safetensors"):
             file.unlink()

@@ -104,11 +104,15 @@ class Script:
             self.scheduler.step()
         return found
 
+    def states(self, by_name: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Those of the model and of the optimizer."""
+        if by_name:
+            return get_state_dict(self.model, self.optimizer)
+        return self.model.state_dict(), self.optimizer.state_dict()
+
     def save(self, folder: Path, *, by_name: bool) -> Path:
         """Every rank calls this."""
-        model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
-        if by_name:
-            model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = self.states(by_name)
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
         if not dist.is_initialized() or dist.get_rank() == 0:
             torch.save(self.scheduler.state_dict(), folder / "lrscheduler.pt")
@@ -120,10 +124,7 @@ class Script:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if by_name:
-            model, optimizer = get_state_dict(self.model, self.optimizer)
-        else:
-            model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+        model, optimizer = self.states(by_name)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
         if by_name:
             set_state_dict(
