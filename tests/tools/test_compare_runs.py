@@ -17,9 +17,10 @@ from megatron.checkpoint.format import read_manifest, seal
 from megatron.data.files import sha256
 from megatron.errors import flag
 from tests.huggingface import write_folder
-from tests.programs import ROOT, finished, lines_of, run_script, values_of
-from tests.refusals import field_of, refusal, refused
+from tests.programs import ROOT, finished, lines_of, newest, run_script, values_of
+from tests.refusals import by_last_flag, field_of, refusal, refused
 from tests.tiny import mesh_of_ranks, samples, tiny_config, tiny_model
+from tests.tools.corpus.lines import read_jsonl, write_jsonl
 from tools import compare_runs
 from tools.layouts.activations import beyond, compare_models
 
@@ -33,14 +34,10 @@ UP = "transformer.layers.3.mlp.up"
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run, of the same again, and of runs with another setting."""
     folder = tmp_path_factory.mktemp("runs")
-    for name, words in {
-        "a": "",
-        "again": "",
-        "lr": "--lr 0.01",
-        "seed": "--seed 2",
-        "deeper": "--num-layers 5",
-    }.items():
-        words = f"{STEPS} --lr 0.001 --save-interval 2 --save {folder / name} {words}"
+    others = {"lr": "--lr 0.01", "seed": "--seed 2", "deeper": "--num-layers 5"}
+    for name in ("a", "again", *others):
+        words = f"{STEPS} --lr 0.001 --save-interval 2 --save {folder / name}"
+        words += f" {others.get(name, '')}"
         finished(words, folder=folder, shape=SHAPE)
     return folder
 
@@ -66,14 +63,13 @@ def settings(result: Any) -> dict[str, tuple[Any, Any]]:
     return {each["setting"]: (each["a"], each["b"]) for each in result["settings"]}
 
 
-def record(source: str, folder: Path, **changes: Any) -> Path:
-    """A copy of a run's record with each line of a step changed. changes: functions of the line."""
-    lines = [json.loads(line) for line in Path(source, "metrics.jsonl").read_text().splitlines()]
+def record(folder: Path, **changes: Any) -> Path:
+    """A copy of the record of run a with each line of a step changed. changes: functions of the
+    line."""
+    lines = read_jsonl(Path("a", "metrics.jsonl"))
     for line in lines:
         line |= {key: change(line) for key, change in changes.items() if key in line}
-    file = folder / "changed.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
+    return write_jsonl(folder / "changed.jsonl", lines)
 
 
 def test_the_same_run_twice(tmp_path: Path) -> None:
@@ -112,10 +108,7 @@ def test_where_runs_part(name: str, tmp_path: Path) -> None:
 
 
 def test_tolerance(tmp_path: Path) -> None:
-    def scaled(line: Any) -> float:
-        return float(line["loss"] * (1 + 1e-3 * line["step"]))
-
-    other = record("a", tmp_path, loss=scaled)
+    other = record(tmp_path, loss=lambda line: line["loss"] * (1 + 1e-3 * line["step"]))
     for tolerance, first, status in ((0, 1, 1), (1.5e-3, 2, 1), (3.9e-3, 4, 1), (4.1e-3, None, 0)):
         result = compare(f"a {other} --tolerance {tolerance}", tmp_path, status)
         assert figure(result, "loss")["first"]["step"] == first
@@ -124,10 +117,7 @@ def test_tolerance(tmp_path: Path) -> None:
 
 
 def test_a_value_that_is_no_number(tmp_path: Path) -> None:
-    def diverged(line: Any) -> float | None:
-        return None if line["step"] > 2 else float(line["loss"])
-
-    other = record("a", tmp_path, loss=diverged)
+    other = record(tmp_path, loss=lambda line: None if line["step"] > 2 else line["loss"])
     result = compare(f"a {other} --tolerance 1e9", tmp_path, 1)
     value = values_of(Path("a"))[2]
     assert figure(result, "loss")["first"] == {"step": 3, "a": value, "b": None, "difference": None}
@@ -136,16 +126,15 @@ def test_a_value_that_is_no_number(tmp_path: Path) -> None:
 
 
 def test_no_common_step(tmp_path: Path) -> None:
-    other = record("a", tmp_path, step=lambda line: line["step"] + 10)
+    other = record(tmp_path, step=lambda line: line["step"] + 10)
     result = compare(f"a {other}", tmp_path, 2)
     assert result["steps"] == {"a": [1, 2, 3, 4], "b": [11, 12, 13, 14], "common": 0}
 
 
 def test_a_run_of_one_point(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    lines = Path("a/metrics.jsonl").read_text().splitlines(keepends=True)
-    of_steps = [n for n, line in enumerate(lines) if "loss" in json.loads(line)]
-    file.write_text("".join(lines[: of_steps[0] + 1]))
+    lines = read_jsonl(Path("a/metrics.jsonl"))
+    of_steps = [n for n, line in enumerate(lines) if "loss" in line]
+    write_jsonl(tmp_path / "metrics.jsonl", lines[: of_steps[0] + 1])
     result = compare(f"{tmp_path} a", tmp_path, 0)
     assert result["steps"] == {"a": [1], "b": [1, 2, 3, 4], "common": 1}
     assert "validation_loss" in result["only_b"]
@@ -169,8 +158,7 @@ def test_a_resumed_run_tells_what_it_changed(tmp_path: Path) -> None:
 
 
 def test_a_record_without_settings(tmp_path: Path) -> None:
-    file, lines = tmp_path / "metrics.jsonl", Path("a/metrics.jsonl").read_text().splitlines(True)
-    file.write_text("".join(lines[1:]))
+    write_jsonl(tmp_path / "metrics.jsonl", read_jsonl(Path("a/metrics.jsonl"))[1:])
     result = compare(f"{tmp_path} lr", tmp_path, 1)
     assert (result["settings"], result["unknown"]) == ([], ["A"])
 
@@ -178,11 +166,11 @@ def test_a_record_without_settings(tmp_path: Path) -> None:
 def test_epochs_of_fine_tuning_are_compared(tmp_path: Path) -> None:
     for name, accuracy in (("one", 0.5), ("other", 0.75)):
         lines = [
+            {"step": 0, "config": {"part": None}},
             {"step": 5, "seed": 1, "epoch": 1, "train_loss": None, "accuracy": 0.25},
             {"step": 9, "seed": 1, "epoch": 2, "train_loss": 1.5, "accuracy": accuracy},
         ]
-        content = [{"step": 0, "config": {"part": None}}, *lines]
-        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in content))
+        write_jsonl(tmp_path / name, lines)
     result = compare(f"{tmp_path / 'one'} {tmp_path / 'other'}", tmp_path, 1)
     assert {each["figure"] for each in result["figures"]} == {"train_loss", "accuracy"}
     assert figure(result, "accuracy")["first"]["step"] == 9
@@ -199,17 +187,15 @@ def test_what_is_no_run(words: str, tmp_path: Path) -> None:
     assert field_of(error) == ("B" if words.startswith("a ") else "A")
 
 
+LAST = """
+a again --tolerance -1 | a again --json nowhere/result.json | a again --step 2
+a again --activations --samples 0 | a again --activations --samples 5
+a again --activations --step 3
+"""
+
+
 @pytest.mark.parametrize(
-    ("words", "field"),
-    [
-        ("a again --tolerance -1", "--tolerance"),
-        ("a again --json nowhere/result.json", "--json"),
-        ("a again --step 2", "--step"),
-        ("a again --activations --samples 0", "--samples"),
-        ("a again --activations --samples 5", "--samples"),
-        ("a again --activations --step 3", "--step"),
-        ("a nowhere --activations", "B"),
-    ],
+    ("words", "field"), [*by_last_flag(LAST), ("a nowhere --activations", "B")]
 )
 def test_refusals(words: str, field: str) -> None:
     assert refused(partial(compare_runs.main, environ={}), words) == field
@@ -218,41 +204,22 @@ def test_refusals(words: str, field: str) -> None:
 def test_records_need_no_torch() -> None:
     code = "import sys; from tools.compare_runs import main; main(['a', 'again'], {})"
     code += "; sys.exit('torch' in sys.modules)"
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT)}, check=True)
 
 
-def change_weight(run: Path, key: str) -> None:
-    """Change the last element of a tensor in the newest checkpoint of a run."""
-    folder = max(run.glob("step_????????"))
-    manifest = read_manifest(folder)
+def copied(run: Path | str, folder: Path, key: str) -> Path:
+    """A copy of a run with the last element of a tensor in its newest checkpoint changed."""
+    copy = Path(shutil.copytree(run, folder / "changed"))
+    checkpoint = newest(copy)
+    manifest = read_manifest(checkpoint)
     one = manifest["tensors"][key]["slices"][-1]
-    file, name = folder / one["file"], one.get("tensor", key)
+    file, name = checkpoint / one["file"], one.get("tensor", key)
     tensors = load_file(file)
     tensors[name].view(-1)[-1] += 0.5
     save_file(tensors, file)
     manifest["files"][one["file"]] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
-    (folder / "manifest.json").write_text(json.dumps(seal(manifest)))
-
-
-def change_setting(run: Path, name: str, value: object) -> None:
-    """Change a setting of the model in the newest checkpoint of a run."""
-    file = max(run.glob("step_????????")) / "manifest.json"
-    manifest = read_manifest(file.parent)
-    manifest["config"]["model"][name] = value
-    file.write_text(json.dumps(seal(manifest)))
-
-
-def copied(run: Path | str, folder: Path, key: str) -> Path:
-    """A copy of a run with a weight changed."""
-    shutil.copytree(run, folder / "changed")
-    change_weight(folder / "changed", key)
-    return folder / "changed"
+    (checkpoint / "manifest.json").write_text(json.dumps(seal(manifest)))
+    return copy
 
 
 def first(result: Any, *kinds: str) -> tuple[str, str] | None:
@@ -281,9 +248,8 @@ def test_a_weight_of_layer_3(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert weights(result) == [f"{UP}.weight"]
     assert first(result, *FORWARD) == ("output", UP)
     assert UP in capsys.readouterr().out
-    found = {
-        each["name"]: each["difference"] for each in result["tensors"] if each["what"] == "output"
-    }
+    outputs = (each for each in result["tensors"] if each["what"] == "output")
+    found = {each["name"]: each["difference"] for each in outputs}
     assert found["transformer.layers.3.mlp_norm"] == found["transformer.layers.2"] == 0
     assert found["transformer.layers.3"] > 0
     # One of 128 columns of h = 32 changes by one element.
@@ -313,9 +279,11 @@ def test_the_samples_and_the_loss_are_those_of_the_next_step(tmp_path: Path) -> 
 def test_settings_of_the_model(
     name: str, value: object, module: str | None, tmp_path: Path
 ) -> None:
-    shutil.copytree("a", tmp_path / "changed")
-    change_setting(tmp_path / "changed", name, value)
-    result = compare(f"a {tmp_path / 'changed'} --activations", tmp_path, int(module is not None))
+    other = Path(shutil.copytree("a", tmp_path / "changed"))
+    manifest = read_manifest(newest(other))
+    manifest["config"]["model"][name] = value
+    (newest(other) / "manifest.json").write_text(json.dumps(seal(manifest)))
+    result = compare(f"a {other} --activations", tmp_path, int(module is not None))
     assert [*settings(result)] == [flag(name)]
     assert settings(result)[flag(name)][1] == value
     assert weights(result) == []
@@ -373,47 +341,25 @@ def test_activations_that_are_no_numbers() -> None:
 MOCK = "--mock-data --train-iters 1 --micro-batch-size 2 --global-batch-size 4"
 SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4"
 TEXT = f"{MOCK} {SIZES} --max-position-embeddings 16 --seq-length 16 --vocab-size 101"
+TENSOR = "--tensor-model-parallel-size 2"
+HF = "--seq-length 16 --hf-model qwen3 --random-weights"
 LAYER = "transformer.layers.1"
-HF = "model.model.layers.1.mlp"
-# By kind: flags, processes, the tensor that is changed and the first module whose output differs.
+# By kind: flags, and the weight that is changed. The first output that differs is its module's.
 KINDS = {
-    "gpt2": (
-        f"{TEXT} --pipeline-model-parallel-size 2 --no-bf16",
-        2,
-        f"model.{LAYER}.attention.qkv.weight",
-        f"{LAYER}.attention.qkv",
-    ),
-    "llama": (
-        f"{TEXT} --zero-stage 3 --bf16 --recompute-granularity full",
-        2,
-        f"master.{LAYER}.mlp.down.weight",
-        f"{LAYER}.mlp.down",
-    ),
-    "bert": (
-        f"{TEXT} --tensor-model-parallel-size 2 --no-bf16",
-        2,
-        f"model.encoder.{LAYER}.mlp_norm.weight",
-        f"encoder.{LAYER}.mlp_norm",
-    ),
-    "vit": (
-        f"{MOCK} {SIZES} --image-size 8 --no-bf16",
-        1,
-        f"model.{LAYER}.mlp.up.bias",
-        f"{LAYER}.mlp.up",
-    ),
-    "huggingface": (
-        f"{MOCK} --seq-length 16 --hf-model qwen3 --random-weights --no-bf16"
-        " --tensor-model-parallel-size 2",
-        2,
-        f"model.{HF}.down_proj.weight",
-        f"{HF}.down_proj",
-    ),
-}
+    "gpt2": (f"{TEXT} --pipeline-model-parallel-size 2", f"model.{LAYER}.attention.qkv.weight"),
+    "llama": (f"{TEXT} --zero-stage 3 --bf16 --recompute-granularity full",
+              f"master.{LAYER}.mlp.down.weight"),
+    "bert": (f"{TEXT} {TENSOR}", f"model.encoder.{LAYER}.mlp_norm.weight"),
+    "vit": (f"{MOCK} {SIZES} --image-size 8", f"model.{LAYER}.mlp.up.bias"),
+    "huggingface": (f"{MOCK} {HF} {TENSOR}", "model.model.model.layers.1.mlp.down_proj.weight"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_and_layouts(kind: str, tmp_path: Path) -> None:
-    words, world, key, module = KINDS[kind]
+    words, key = KINDS[kind]
+    name, world = key.partition(".")[2], 1 if kind == "vit" else 2
+    words += "" if "--bf16" in words else " --no-bf16"
     write_folder(Path("qwen3"), "qwen3")
     given = f"--model {kind} --save {tmp_path / 'run'} {words}"
     run_script(ROOT / "pretrain.py", *given.split(), world=world, folder=tmp_path)
@@ -421,8 +367,8 @@ def test_kinds_and_layouts(kind: str, tmp_path: Path) -> None:
     assert len(result["tensors"]) > 40
     other = copied(tmp_path / "run", tmp_path, key)
     result = compare(f"{tmp_path / 'run'} {other} --activations", tmp_path, 1)
-    assert weights(result) == [key.partition(".")[2]]
-    assert first(result, *FORWARD) == ("output", module)
+    assert weights(result) == [name]
+    assert first(result, *FORWARD) == ("output", name.rpartition(".")[0])
     if kind == "bert":
         error = refusal(lambda: compare_runs.main(["a", str(other), "--activations"], {}))
         assert field_of(error) == "B"

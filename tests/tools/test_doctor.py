@@ -14,20 +14,12 @@ import pytest
 import torch
 
 from tests.dist import Pool
-from tests.programs import start_ranks
+from tests.programs import ROOT, start_ranks
 from tests.refusals import field_of, refusal
 from tests.tiny import mesh_of_ranks
 from tools.doctor import __main__ as doctor
 from tools.doctor import links, machine
 from tools.doctor.findings import Fact, Problem, Report
-
-ROOT = Path(__file__).parents[2]
-DOCTOR = [sys.executable, str(ROOT / "tools" / "doctor.py")]
-
-
-def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
 
 
 def problem_of(found: dict[str, Any], named: str) -> dict[str, Any]:
@@ -41,9 +33,11 @@ def test_problems_and_cures(tmp_path: Path) -> None:
     (tmp_path / "apex" / "__init__.py").write_text("raise ImportError('pyramid is missing')")
     (tmp_path / "file").touch()
     save, report = tmp_path / "file" / "save", tmp_path / "report.json"
-    words = [*DOCTOR, "--json", str(report), "--save", str(save)]
-    limited = f"ulimit -S -n 1024; exec {shlex.join(words)}"
-    ended = run(["bash", "-c", limited], PYTHONPATH=str(tmp_path))
+    words = [sys.executable, ROOT / "tools" / "doctor.py", "--json", report, "--save", save]
+    limited = f"ulimit -S -n 1024; exec {shlex.join(map(str, words))}"
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+    command = ["bash", "-c", limited]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (1, "")
     found = json.loads(report.read_text())
     assert not found["healthy"]

@@ -11,19 +11,14 @@ import pytest
 from tokenizers import ByteLevelBPETokenizer
 
 from megatron.config.parse import parse_call
-from megatron.data.tokenizer import (
-    MARKS,
-    BertWordPieceCase,
-    BertWordPieceLowerCase,
-    HuggingFaceTokenizer,
-    read_tokenizer,
-)
+from megatron.data.tokenizer import MARKS, HuggingFaceTokenizer, read_tokenizer
 from tests.refusals import by_last_flag, refusal, refused
 from tests.tools.corpus.lines import write_jsonl
 from tools.train_tokenizer import train_tokenizer
 
 Capture = pytest.CaptureFixture[str]
 
+LOWER_CASE, CASED = "BertWordPieceLowerCase", "BertWordPieceCase"
 PROGRAM = Path(__file__).parents[2] / "tools" / "train_tokenizer.py"
 
 
@@ -47,7 +42,7 @@ def test_small_corpus(tmp_path: Path, capsys: Capture) -> None:
     assert "5000" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", [BertWordPieceLowerCase.kind, BertWordPieceCase.kind])
+@pytest.mark.parametrize("kind", [LOWER_CASE, CASED])
 def test_wordpiece(tmp_path: Path, kind: str) -> None:
     records = [{"text": text} for _, text in sorted(topics.items())]
     source = write_jsonl(tmp_path / "in.jsonl", records)
@@ -60,11 +55,11 @@ def test_wordpiece(tmp_path: Path, kind: str) -> None:
     tokenizer = read_tokenizer(kind, tmp_path / "a")
     text = "The words of the topics, in order."
     assert tokenizer.decode(tokenizer.encode(text)) == (
-        text.lower() if kind == BertWordPieceLowerCase.kind else text
+        text.lower() if kind == LOWER_CASE else text
     )
 
 
-@pytest.mark.parametrize("kind", [BertWordPieceLowerCase.kind, HuggingFaceTokenizer.kind])
+@pytest.mark.parametrize("kind", [LOWER_CASE, HuggingFaceTokenizer.kind])
 def test_same_tokenizer(tmp_path: Path, kind: str) -> None:
     """In processes with other hashes: the library's own order changes from run to run."""
     records = [{"text": text} for _, text in sorted(topics.items())[:30]]
@@ -92,9 +87,9 @@ def test_unknown_letters(
 ) -> None:
     letters = "".join(chr(0x4E00 + number) for number in range(count))
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": f"{words}{letters} {words}"}] * 2)
-    train_tokenizer((source,), size, tmp_path, BertWordPieceLowerCase.kind)
+    train_tokenizer((source,), size, tmp_path, LOWER_CASE)
     assert f"{share}%" in capsys.readouterr().err
-    tokenizer = read_tokenizer(BertWordPieceLowerCase.kind, tmp_path)
+    tokenizer = read_tokenizer(LOWER_CASE, tmp_path)
     assert tokenizer.encode(letters[-1]) == [1]
     assert 1 not in tokenizer.encode(words)
 
@@ -103,10 +98,10 @@ def test_replaced_files(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": "some words here"}])
     out = tmp_path / "out"
     for kind, size in (
-        ("BertWordPieceLowerCase", 120),
+        (LOWER_CASE, 120),
         ("GPT2BPETokenizer", 257),
         ("GPT2BPETokenizer", 258),
-        ("BertWordPieceLowerCase", 100),
+        (LOWER_CASE, 100),
     ):
         train_tokenizer((source,), size, out, kind)
     assert len(json.loads((out / "vocab.json").read_text())) == 258
@@ -129,7 +124,7 @@ def test_refusals(tmp_path: Path, words: str, field: str) -> None:
 
 def test_case_of_a_text_in_lower_case(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": "all in lower case"}])
-    error = refusal(lambda: train_tokenizer((source,), 100, tmp_path, BertWordPieceCase.kind))
+    error = refusal(lambda: train_tokenizer((source,), 100, tmp_path, CASED))
     assert "--tokenizer-type BertWordPieceLowerCase" in str(error)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.refusals import field_of, refusal
+from tests.tools.corpus import test_run
 from tests.tools.corpus.lines import manifest, read_jsonl, write_jsonl
 from tools.corpus import plan
 from tools.corpus.pipeline import read_description
@@ -28,11 +29,8 @@ def corpus(folder: Path, count: int = 4000, files: int = 5) -> list[Path]:
 
 
 def description(folder: Path, steps: str, count: int = 4000) -> Path:
-    inputs = ", ".join(f'"{path}"' for path in corpus(folder / "in", count))
-    file = folder / "corpus.toml"
-    head = f'output = "{folder / "out"}"\ninput = [{inputs}]\nworkers = 1\n'
-    file.write_text(head + steps)
-    return file
+    inputs = [*map(str, corpus(folder / "in", count))]
+    return test_run.description(folder, steps, f"input = {inputs}\n")
 
 
 def kept(folder: Path) -> dict[str, dict[str, Any]]:
@@ -237,27 +235,16 @@ NONE = "9223372036854771712"
         ("0::/a\n", V2.format(below=""), group("b", 2, "5000", 3000, 1000), 9 * 1024),
         ("0::/a\n", V2.format(below=""), group("a", 2, "5000", 7000, 1000), 0),
         # A Slurm job: the step has none, the job has.
-        (
-            "0::/slurm/job_7/step_0/task_0\n",
-            V2.format(below=""),
-            group("slurm/job_7/step_0", 2, "max", 9, 9) | group("slurm/job_7", 2, "6000", 2000, 500)
-            | group("slurm", 2, "8000", 3000, 0),
-            4500,
-        ),
+        ("0::/slurm/job_7/step_0/task_0\n", V2.format(below=""),
+         group("slurm/job_7/step_0", 2, "max", 9, 9) | group("slurm/job_7", 2, "6000", 2000, 500)
+         | group("slurm", 2, "8000", 3000, 0), 4500),
         # Both versions, where v2 has no controller; the same where a container mounts its group.
-        (
-            "5:cpu,cpuacct:/x\n4:memory:/slurm/job_7\n1:name=systemd:/\n0::/\n",
-            V1.format(top="/") + V2.format(below="/unified"),
-            group("memory/slurm/job_7", 1, NONE, 9, 0) | group("memory", 1, NONE, 9, 9)
-            | group("memory/slurm", 1, "7000", 3000, 1000),
-            5000,
-        ),
-        (
-            "4:memory:/docker/f00/in\n0::/\n",
-            V1.format(top="/docker/f00"),
-            group("memory/in", 1, "3000", 500, 0) | group("memory", 1, "4000", 1500, 500),
-            2500,
-        ),
+        ("5:cpu,cpuacct:/x\n4:memory:/slurm/job_7\n1:name=systemd:/\n0::/\n",
+         V1.format(top="/") + V2.format(below="/unified"),
+         group("memory/slurm/job_7", 1, NONE, 9, 0) | group("memory", 1, NONE, 9, 9)
+         | group("memory/slurm", 1, "7000", 3000, 1000), 5000),
+        ("4:memory:/docker/f00/in\n0::/\n", V1.format(top="/docker/f00"),
+         group("memory/in", 1, "3000", 500, 0) | group("memory", 1, "4000", 1500, 500), 2500),
     ],
 )  # fmt: skip
 def test_free_memory_is_the_least_that_a_group_of_the_process_has_left(

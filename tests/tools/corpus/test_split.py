@@ -16,7 +16,7 @@ from tests.refusals import field_of, refusal
 from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
 from tools.corpus.files import known_checksums
 from tools.corpus.settings import Unfinished
-from tools.corpus.split import SIDES, Settings, place, run
+from tools.corpus.split import SIDES, Settings, run
 
 
 def records(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -38,14 +38,20 @@ def ids(folder: Path) -> list[str]:
 
 
 def test_nothing_is_lost_and_sides_do_not_overlap(tmp_path: Path) -> None:
-    out = split(tmp_path, write_jsonl(tmp_path / "in.jsonl", records(900)))
+    """Shards are even, and of the size that was asked."""
+    source = write_jsonl(tmp_path / "in.jsonl", records(4000))
+    out = split(tmp_path, source, shard_size="100KB")
     train, valid = read_jsonl(out / "train"), read_jsonl(out / "valid")
-    assert sorted(train + valid, key=lambda r: int(r["id"][1:])) == records(900)
-    assert len(valid) == pytest.approx(30, abs=20)
+    assert sorted(train + valid, key=lambda r: int(r["id"][1:])) == records(4000)
+    assert len(valid) == pytest.approx(133, abs=45)
     facts = manifest(out)
     assert facts["sides"]["train"]["documents"] == len(train)
     assert facts["sides"]["valid"]["bytes"] == sum(len(record["text"]) for record in valid)
-    assert facts["output"]["documents"] == facts["input"]["documents"] == 900
+    assert facts["output"]["documents"] == facts["input"]["documents"] == 4000
+    sizes = [shard["bytes"] for shard in manifest(out / "train")["shards"]]
+    assert len(sizes) == -(-sum(sizes) // 100_000)
+    assert max(sizes) < 1.3 * sum(sizes) / len(sizes)
+    assert facts["largest_shard_to_mean"]["train"] < 1.3
 
 
 def test_the_order_of_documents_and_files_changes_no_byte(tmp_path: Path) -> None:
@@ -93,15 +99,6 @@ def test_the_shuffle_parts_neighbours_and_another_seed_shuffles_otherwise(tmp_pa
     assert set(orders[0]) != set(orders[1])
 
 
-def test_shards_are_even_and_of_the_size_that_was_asked(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "in.jsonl", records(4000))
-    out = split(tmp_path, source, shard_size="100KB")
-    sizes = [shard["bytes"] for shard in manifest(out / "train")["shards"]]
-    assert len(sizes) == -(-sum(sizes) // 100_000)
-    assert max(sizes) < 1.3 * sum(sizes) / len(sizes)
-    assert manifest(out)["largest_shard_to_mean"]["train"] < 1.3
-
-
 @pytest.mark.filterwarnings("ignore:.* not read")
 def test_a_side_is_read_when_it_is_whole_and_files_of_others_stay(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", records(300))
@@ -135,12 +132,3 @@ def test_an_empty_side_is_refused(tmp_path: Path) -> None:
     for source, ratio in ((few, "500:1"), (few, "1:500"), (same, "29:1")):
         error = refusal(partial(split, tmp_path / f"{source.stem} {ratio}", source, ratio=ratio))
         assert field_of(error) == "--ratio"
-
-
-def test_places_are_fair_and_known() -> None:
-    settings = Settings(input=(Path("x"),), output=Path("y"))
-    places = [place(settings, str(k)) for k in range(30_000)]
-    assert sum(side for side, _ in places) == pytest.approx(1000, abs=120)
-    halves = sum((key & (2**63 - 1)) < 2**62 for _, key in places)
-    assert halves == pytest.approx(15_000, abs=400)
-    assert place(settings, "0") == places[0]
