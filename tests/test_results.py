@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import pytest
 
@@ -44,39 +45,37 @@ def commands(page: Path) -> Iterator[str]:
 ALL = [pytest.param(line, id=f"{page.stem}: {line}") for page in PAGES for line in commands(page)]
 
 
-def parse_words(name: str, words: Sequence[str]) -> None:
-    """As the program of this file or module does."""
+def parse_words(name: str, words: Sequence[str]) -> Any:
+    """The settings that the program of this file or module makes of the words; an error if it
+    refuses them."""
     path = name if name.endswith((".py", ".sh")) else f"{name.replace('.', '/')}.py"
     folder = ROOT / path.removesuffix(".py")
     assert (ROOT / path).is_file() or (folder / "__main__.py").is_file()
     if path.endswith(".sh"):
         text = (ROOT / path).read_text()
         assert not [word for word in words if word.startswith("--") and word not in text]
-        return
+        return None
     if path == "pretrain.py":
         kind, words = take_kind(words, {})
-        parse(resolve_name(str(find_kind(kind).program)), words, {})
-        return
+        return parse(resolve_name(str(find_kind(kind).program)), words, {})
     module = import_module(path.removesuffix(".py").replace("/", "."))
     if hasattr(module, "__path__") and not hasattr(module, "Settings"):  # it shadows tools/NAME.py
         module = import_module(f"{module.__name__}.__main__")
     if module.__name__ in TRAINING:
-        parse(TRAINING[module.__name__], words, {})
-        return
+        return parse(TRAINING[module.__name__], words, {})
     if hasattr(module, "main"):  # tools/NAME.py may start what is in a folder
         module = import_module(module.main.__module__)
     if module is plan:
-        parse(PLANS[words[0]], words[1:], {})
-    elif hasattr(module, "QUESTION"):
-        parse_call(module.QUESTION.contenders, words, {})
-    elif path.startswith("tools/corpus/"):
-        parse_settings(module.__name__, words)
-    elif hasattr(module, "Settings"):
-        parse(module.Settings, words, {})
-    elif hasattr(module, "options_of"):
-        module.options_of(words)
-    else:
-        parse_call(module.main, words, {})
+        return parse(PLANS[words[0]], words[1:], {})
+    if hasattr(module, "QUESTION"):
+        return parse_call(module.QUESTION.contenders, words, {})
+    if path.startswith("tools/corpus/"):
+        return parse_settings(module.__name__, words)
+    if hasattr(module, "Settings"):
+        return parse(module.Settings, words, {})
+    if hasattr(module, "options_of"):
+        return module.options_of(words)
+    return parse_call(module.main, words, {})
 
 
 @pytest.mark.parametrize("line", ALL)

@@ -20,6 +20,7 @@ import pytest
 
 from megatron.config.parse import parse
 from tests.programs import run_command
+from tests.tools.corpus.lines import write_jsonl
 from tools.experiments import runner
 from tools.experiments.runner import ROOT
 from tools.experiments.stages import LAMBADA, RACE_DEV, RACE_TRAIN, WIKITEXT103
@@ -73,13 +74,9 @@ def write_folder(folder: Path) -> Path:
     write_race(folder / RACE_DEV, "dev", islice(texts, 10))
     write_race(folder / RACE_TRAIN, "RACE/train", islice(texts, 200))
     lambada = [{"text": "One two three and so to bed"}, {"text": "It ends with the last word"}]
-    others: Mapping[str, str] = {
-        WIKITEXT103: WIKITEXT,
-        LAMBADA: "".join(json.dumps(line) + "\n" for line in lambada),
-    }
-    for name, content in others.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(content, encoding="utf-8")
+    write_jsonl(folder / LAMBADA, lambada)
+    (folder / WIKITEXT103).parent.mkdir()
+    (folder / WIKITEXT103).write_text(WIKITEXT)
     return folder
 
 
@@ -111,14 +108,9 @@ def shell(*words: object) -> str:
     """The output of bash for these words, in the root of the repository and with this Python first
     on the path; it has to end well."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    ended = subprocess.run(
-        ["bash", *map(str, words)],
-        cwd=ROOT,
-        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environ = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    command = ["bash", *map(str, words)]
+    ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert ended.returncode == 0, f"{words}\n{ended.stdout[-2000:]}{ended.stderr[-3000:]}"
     return ended.stdout
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ROOT
+
 # Records its arguments and apex's switches; $TORCH_STATUS answers whether torch is one for CUDA.
 PYTHON = """#!/usr/bin/env bash
 echo "${APEX_CPP_EXT:-}${APEX_CUDA_EXT:-} $*" >> "$LOG"

@@ -20,10 +20,9 @@ from megatron.data.indexed import IndexedDataset
 from tasks.main import find_module, split_task
 from tests.data.samples import write_data
 from tests.refusals import field_of, refusal
-from tests.tools.papers import write_folder, write_race
+from tests.test_results import parse_words
+from tests.tools.papers import small_preset, write_folder, write_race
 from tools.convert_hf import export_model, import_model
-from tools.corpus.settings import parse_settings
-from tools.corpus.tokenize.settings import Settings as PreprocessSettings
 from tools.experiments import (
     context_memory,
     dropout_quality,
@@ -38,7 +37,6 @@ from tools.experiments import (
 from tools.experiments.passages import passages
 from tools.experiments.runner import ROOT, Command, Machine, Stage
 from tools.experiments.stages import FILES, LAMBADA, RACE_DEV, WIKITEXT103
-from tools.lm_harness import Settings as HarnessSettings
 from tools.train_tokenizer import train_tokenizer
 
 CPU = Machine(0, 2)
@@ -46,11 +44,6 @@ DATA = Path("/data")
 FIGURE7 = figure7.Settings(data=DATA, depths=(6, 12), rates=(2e-3, 5e-4))
 SIZES = ("2x64", "4x128", "6x256")
 UNCOMPARABLE = (("2x64",), ("2x64", "2x64"), ("4x128", "2x64"), ("2x64", "4-128"))
-PRETRAINING = {"pretrain_gpt2.py": PretrainGPT2Config, "pretrain_bert.py": PretrainBertConfig}
-SETTINGS = {
-    "tools/preprocess_data.py": PreprocessSettings,
-    "tools/lm_harness.py": HarnessSettings,
-}
 FUNCTIONS = {
     "tools/train_tokenizer.py": train_tokenizer,
     "tools.experiments.passages": passages,
@@ -92,23 +85,18 @@ def program_of(command: Command) -> tuple[str, list[str], int]:
 def parse_command(command: Command) -> Any:
     """The settings that the program makes of the flags; an error if it refuses them."""
     program, flags, world = program_of(command)
-    if program in PRETRAINING:
-        settings = parse(PRETRAINING[program], flags, {})
-        settings.check(world)
-        return settings
     if program == "tasks/main.py":
         name, rest = split_task(flags)
         return parse(find_module(name).Settings, rest, {})
-    if program in SETTINGS:
-        return parse(SETTINGS[program], flags, {})
-    if program == "tools/generate.py":
-        return None  # it reads its checkpoint; the quickstart runs it whole
-    if program.startswith("tools.corpus."):
-        return parse_settings(program, flags)
     if program == "-c":
         module, name = re.search(r"from (\S+) import (\w+)", flags[0]).groups()
         return signature(getattr(import_module(module), name)).bind(*flags[1:])
-    return parse_call(FUNCTIONS[program], flags, {})
+    if program in FUNCTIONS:
+        return parse_call(FUNCTIONS[program], flags, {})
+    settings = parse_words(program, flags)
+    if program.startswith("pretrain"):
+        settings.check(world)
+    return settings
 
 
 def test_commands_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,11 +209,8 @@ def test_quickstart_fits_its_processes() -> None:
 
 @pytest.mark.parametrize(("positions", "count"), [(256, 96), (64, 35), (20, 1)])
 def test_quickstart_samples_fit_the_model(tmp_path: Path, positions: int, count: int) -> None:
-    preset = tmp_path / "own.toml"
-    text = quickstart.Settings().preset.read_text()
-    for key in ("max_position_embeddings", "seq_length"):
-        text = re.sub(rf"(?m)^{key} = .*$", f"{key} = {positions}", text)
-    preset.write_text(text)
+    sizes = dict.fromkeys(("max_position_embeddings", "seq_length"), positions)
+    preset = small_preset(tmp_path, "quickstart", sizes)
     argv = stages_of(preset=preset)["sample"].commands[0].argv
     assert argv[argv.index("--max-new-tokens") + 1] == str(count)
 
@@ -249,8 +234,7 @@ def test_quickstart_checks_the_corpus_size(
 
 
 def test_quickstart_with_own_corpus_and_vocabulary(tmp_path: Path) -> None:
-    names = ("c", "v", "m")
-    corpus, vocabulary, merges = (tmp_path / name for name in names)
+    corpus, vocabulary, merges = (tmp_path / name for name in "cvm")
     corpus.touch()
     own = stages_of(corpus=corpus, vocab_file=vocabulary, merge_file=merges)
     assert not own["corpus"].commands

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.refusals import refusal
+from tests.tools.corpus.lines import write_jsonl
 from tests.tools.experiments.test_commands import SIZES
 from tests.tools.report.pages import HOSTILE, ParsedPage
 from tools.corpus.files import Count, DocumentCounts
@@ -43,21 +44,16 @@ def test_chance_is_two_standard_errors(accuracy: float, questions: int, is_chanc
     assert (": above chance" in text) != is_chance
 
 
-def write_lines(file: Path, lines: Sequence[dict[str, Any]]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 def trained_figure7(
     settings: figure7.Settings, run: tuple[str, int, float], end: float, *more: dict[str, Any]
 ) -> None:
     """A run of 100 logged steps that falls to `end`."""
     folder = figure7.run_folder(settings, *run)
-    lines: list[dict[str, Any]] = [{"step": 0, "started": "now"}]
-    for k in range(1, 101):
-        line = {"step": 10 * k, "mlm_loss": end + 100 - k, "grad_norm": 1.0, "elapsed_seconds": k}
-        lines.append(line)
-    write_lines(folder / "metrics.jsonl", [*lines, *more])
+    lines = [
+        {"step": 10 * k, "mlm_loss": end + 100 - k, "grad_norm": 1.0, "elapsed_seconds": k}
+        for k in range(1, 101)
+    ]
+    write_jsonl(folder / "metrics.jsonl", [{"step": 0, "started": "now"}, *lines, *more])
     (folder / "run.json").write_text(json.dumps({"parameters": 1000 * run[1]}))
 
 
@@ -109,7 +105,7 @@ def test_order_of_sizes() -> None:
 
 
 def test_run_without_an_evaluation(tmp_path: Path) -> None:
-    write_lines(tmp_path / "2x64" / "metrics.jsonl", [{"step": 0, "started": "now"}])
+    write_jsonl(tmp_path / "2x64" / "metrics.jsonl", [{"step": 0, "started": "now"}])
     refusal(partial(figure6.describe, tmp_path / "2x64"))
     settings, run = figure7.Settings(output=tmp_path), ("pre-ln", 6, 2e-3)
     trained_figure7(settings, run, 3.0)
@@ -206,7 +202,7 @@ def write_curve(settings: learning_curves.Settings, losses: dict[str, float]) ->
     for run in learning_curves.chosen_runs(settings):
         line = {"step": 1, "loss": losses[run.name], "lr": 0.1}
         folder = learning_curves.folder_of(settings, run)
-        write_lines(folder / "metrics.jsonl", [line, {"step": 1, "ended": "train_iters"}])
+        write_jsonl(folder / "metrics.jsonl", [line, {"step": 1, "ended": "train_iters"}])
 
 
 def test_learning_curves_that_fail(tmp_path: Path) -> None:
@@ -242,9 +238,8 @@ def test_context_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     settings = context_memory.Settings(preset="quickstart", lengths=(256, 512), output=tmp_path)
     context_memory.report(settings)
     facts = json.loads((tmp_path / "context_memory.json").read_text())
-    for short, long in (
-        facts[f"{ranks} ranks, {kind}"] for ranks in (2, 4) for kind in ("a2a", "p2p")
-    ):
+    for ranks, kind in product((2, 4), ("a2a", "p2p")):
+        short, long = facts[f"{ranks} ranks, {kind}"]
         assert short < facts["one rank"][0]
         assert short < long < facts["one rank"][1]
     assert (tmp_path / "context_memory.png").stat().st_size > 0
@@ -253,9 +248,7 @@ def test_context_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_lm_harness_that_differs(tmp_path: Path) -> None:
     def write(accuracy: float, reference: float = 0.5, others: float = 9.0) -> None:
         own = {"strict_accuracy": accuracy, "last_word_perplexity": others}
-        pages = dict.fromkeys(
-            ("word_perplexity_per_document", "bits_per_byte_per_document"), others
-        )
+        pages = {f"{name}_per_document": others for name in ("word_perplexity", "bits_per_byte")}
         theirs = {task: {} for task in lm_harness.TASKS}
         for task, ours, name in lm_harness.FIGURES.values():
             theirs[task][name] = {**own, **pages, "strict_accuracy": reference}[ours]

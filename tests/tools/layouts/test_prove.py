@@ -173,9 +173,7 @@ def test_right_plans(gloo: Pool, size: int) -> None:
         # A weight that is tied to a cut one is cut alike, whatever the plan says or forgets.
         "tie": config_of("gpt2", toml(GPT2 | {"lm_head": "whole"}), **STILL),
         "vocabulary": config_of(
-            "gpt2",
-            toml(GPT2 | {"*.wte": "whole", "lm_head": GATHER}),
-            **STILL,
+            "gpt2", toml(GPT2 | {"*.wte": "whole", "lm_head": GATHER}), **STILL
         ),
     }
     configs = {name: each for name, each in configs.items() if (name in AT_4_RANKS) == (size == 4)}
