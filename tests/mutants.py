@@ -781,8 +781,8 @@ tied-head-exported-as-its-own | tools/convert/test_round_trip
 keys-and-values-exchanged
 - (f"{THEIRS}.self_attn.k_proj.weight", f"{THEIRS}.self_attn.v_proj.weight"),
 + (f"{THEIRS}.self_attn.v_proj.weight", f"{THEIRS}.self_attn.k_proj.weight"),
-@ tools/corpus/dedup/signatures.py | tools/corpus/test_signatures
-seed-of-the-signatures-ignored | tools/corpus/test_signatures::test_another
+@ tools/corpus/dedup/signatures.py | tools/corpus/test_dedup::test_another_seed
+seed-of-the-signatures-ignored
 - random = np.random.default_rng(self.seed)
 + random = np.random.default_rng(0)
 @ tools/corpus/dedup/verify.py | tools/corpus/test_dedup::test_the_threshold_is

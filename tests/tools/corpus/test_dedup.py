@@ -1,9 +1,10 @@
-"""De-duplication: recall, precision and the one that stays, against brute force."""
+"""De-duplication: recall, precision and the one that stays, against brute force; signatures."""
 
 import itertools
 import json
 import random
-from functools import partial
+from collections.abc import Iterable
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from megatron.errors import UsageError
 from tests.refusals import refusal
 from tests.tools.corpus.lines import dropped, duplicates, manifest, read_jsonl, write_jsonl
-from tools.corpus.dedup import Settings, run
+from tools.corpus.dedup import Settings, run, signatures
 from tools.corpus.dedup.clusters import join_all, roots_of
 from tools.corpus.dedup.signatures import SHINGLES, Bands, Shingle, Shingler
 from tools.corpus.files import write_shard
@@ -338,3 +339,57 @@ def test_a_text_file_is_a_document_that_goes_or_stays(tmp_path: Path) -> None:
     kept = [record["text"] for record in read_jsonl(tmp_path / "out")]
     assert len(kept) == 3
     assert len({*kept} & {*files.values()}) == 2
+
+
+# Normalised text, shingle sets and signatures: compiled and by definition
+
+ALPHABET = "abc ABC\u00c4\u00df\u0130\u0416 \t\n\u00a0\u2003\u3000\U0001f600."
+
+
+def test_white_space_is_what_python_takes_for_it() -> None:
+    every = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
+    spaces = map(chr, np.flatnonzero(signatures.SPACES).tolist())
+    assert {c for c in every if c.isspace()} == {*spaces}
+
+
+def mixed(word: int) -> int:
+    """The finaliser of splitmix64."""
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
+    return word ^ word >> 31
+
+
+def polynomial(digits: Iterable[int]) -> int:
+    return reduce(lambda sum, digit: (sum * 0x9E3779B97F4A7C15 + digit) % 2**64, digits)
+
+
+def test_a_hash_is_that_of_the_definition() -> None:
+    """Signatures that a run has kept are valid for the next version: hashes do not change."""
+    draw = random.Random(0)
+    for _ in range(300):
+        text = "".join(draw.choices(ALPHABET, k=draw.randrange(60)))
+        words = [[ord(c) for c in word] for word in " ".join(text.lower().split()).split(" ")]
+        hashes = [mixed(polynomial([0, *word])) for word in words]
+        letters = [ord(c) for c in " ".join(text.lower().split())]
+        for shingle, units in zip(SHINGLES, (letters, hashes), strict=True):
+            grams = [units[k : k + 5] for k in range(max(1, len(units) - 4))]
+            expected = {mixed(polynomial([0, *gram])) for gram in grams}
+            assert Shingler(shingle, 1).shingle_set(text).tolist() == sorted(expected)
+
+
+def test_a_signature_is_the_minimum_under_each_permutation() -> None:
+    shingler = Shingler("char5", 3)
+    hashes = shingler.shingle_set("the smallest hash under each permutation")
+    factors, offsets = shingler.permutations
+    assert all(int(factor) % 2 for factor in factors)
+    for place in range(signatures.PERMUTATIONS):
+        least = min(
+            ((int(x) >> 32) * int(factors[place]) + int(offsets[place])) % 2**32 for x in hashes
+        )
+        assert shingler.sign(hashes)[place] == least
+
+
+def test_another_seed_permutes_otherwise() -> None:
+    hashes = Shingler("char5", 1).shingle_set("some text or other")
+    one, other = (Shingler("char5", seed).sign(hashes) for seed in (1, 2))
+    assert (one == other).mean() < 0.1

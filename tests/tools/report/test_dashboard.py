@@ -13,14 +13,14 @@ from pathlib import Path
 from socket import create_connection
 from threading import Thread
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from megatron.config.parse import parse_call
 from tests.programs import ROOT
 from tests.refusals import refused
-from tests.tools.report.pages import HOSTILE, ParsedPage
-from tests.tools.report.records import START, step, write
+from tests.tools.report.pages import HOSTILE, START, ParsedPage, step, write
 from tools.report.dashboard import Dashboard, Handler, dashboard
 from tools.report.run import rank_rows, run_page
 from tools.report.sections import Page, Table
@@ -264,11 +264,8 @@ def test_any_line_has_an_answer(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
-    def leave(_: Dashboard) -> bytes:
-        raise BrokenPipeError
-
     with serving(tmp_path) as server:
-        monkeypatch.setattr(Handler, "end_headers", leave)
+        monkeypatch.setattr(Handler, "end_headers", Mock(side_effect=BrokenPipeError))
         with create_connection(("127.0.0.1", server.server_port)) as connection:
             connection.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
             connection.makefile("rb").read()

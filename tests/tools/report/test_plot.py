@@ -13,8 +13,7 @@ from megatron.train.callbacks import Callback
 from megatron.train.metrics import mark_rewound, read_metrics
 from megatron.train.step import StepResult
 from tests.refusals import by_last_flag, refused
-from tests.tools.report.pages import ParsedPage
-from tests.tools.report.records import START, step, write
+from tests.tools.report.pages import START, ParsedPage, step, write
 from tests.train.test_callbacks import run
 from tools.report import curves
 from tools.report.plot import plot
