@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from tests.dist import Pool
-from tests.programs import ROOT, start_ranks
+from tests.programs import ROOT, run_script
 from tests.refusals import field_of, refusal
 from tests.tiny import mesh_of_ranks
 from tools.doctor import __main__ as doctor
@@ -57,15 +56,10 @@ def test_problems_and_cures(tmp_path: Path) -> None:
     assert found["speed"]["product, fp32"]["flops_per_second"] > 0
 
 
-def examine(words: list[str]) -> None:
-    sys.exit(doctor.main(words, os.environ))
-
-
 def test_two_processes(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    words = ["--tensor-model-parallel-size", "2", "--json", str(file)]
-    with start_ranks(partial(examine, words), range(2), 2, tmp_path) as ranks:
-        assert ranks.wait() == [0, 0], ranks.text()
+    words = ["--tensor-model-parallel-size", 2, "--json", file]
+    run_script(ROOT / "tools" / "doctor.py", *words, world=2, folder=tmp_path)
     found = json.loads(file.read_text())
     assert found["ranks"]["rank 1"]["coordinates"] == {"data": 0, "tensor": 1}
     assert found["all-reduce"]["data axis"] == {"size": 1}

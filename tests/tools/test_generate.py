@@ -23,26 +23,18 @@ from transformers import AutoTokenizer
 from megatron.checkpoint.format import read_manifest
 from megatron.config.parse import parse
 from megatron.data.tokenizer import GPT2BPETokenizer, read_tokenizer
+from megatron.inference.generate import DivergedError
 from megatron.inference.prompts import of_file
 from tests.data.samples import write_tokenizer
 from tests.dist import Pool
-from tests.programs import start_ranks
+from tests.programs import ROOT, start_ranks
 from tests.refusals import field_of, refusal, refused
 from tests.tools.convert.models import write_model
-from tests.tools.texts import (
-    POSITIONS,
-    TEXTS,
-    failure_of,
-    generated,
-    texts_of,
-    texts_of_transformers,
-)
+from tests.tools.texts import POSITIONS, TEXTS, generated, texts_of, texts_of_transformers
 from tools.convert_hf import import_model
 from tools.generate import Lines, Reader, Settings, main, of_command_line
 
 Capture = pytest.CaptureFixture[str]
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -250,10 +242,16 @@ def test_lines() -> None:
 # Ranks and terminals
 
 
+def failure_of(words: list[str], broken: int) -> str:
+    with pytest.raises(DivergedError) as failure:
+        texts_of(1, words, broken)
+    return str(failure.value)
+
+
 def test_divergence(gloo: Pool, trained: Path) -> None:
     words = ["--load", str(trained), "--prompt", *TEXTS[1:3], "--max-new-tokens", "2"]
     words += ["--micro-batch-size", "1"]  # one prompt a rank, of which only the second is long
-    for failure in gloo.run(2, failure_of, 1, words, 8):
+    for failure in gloo.run(2, failure_of, words, 8):
         assert failure.startswith("prompt 2: ")
 
 

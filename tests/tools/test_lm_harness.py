@@ -13,7 +13,7 @@ import torch
 
 from megatron.train.evaluate import batch_of
 from tests.dist import Pool
-from tests.refusals import field_of, refusal, refused
+from tests.refusals import by_last_flag, field_of, refusal, refused
 from tests.tiny import SEQUENCE, VOCABULARY, mesh_of_ranks, tiny_model
 from tools.lm_harness import READERS, find_tasks, main, read_pages, write_definition
 
@@ -31,25 +31,18 @@ def test_missing_harness(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "lm-eval" in str(refusal(lambda: program(["--tasks", "wikitext"])))
 
 
-@pytest.mark.parametrize(
-    ("words", "field"),
-    [
-        ("--tasks wikitext --lambada-data x", "--lambada-data"),
-        ("--tasks mine --include-path none", "--include-path"),
-        ("--tasks ,", "--tasks"),
-    ],
-)
+LAST = "--tasks wikitext --lambada-data x | --tasks mine --include-path none | --tasks ,"
+
+
+@pytest.mark.parametrize(("words", "field"), by_last_flag(LAST))
 def test_refusals(words: str, field: str) -> None:
     assert refused(program, words, whole=False) == field
 
 
 def test_unknown_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval")
-
-    def empty(**_: Any) -> SimpleNamespace:
-        return SimpleNamespace(task_index={})
-
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", empty)  # the real one reads 14,000 files
+    empty = SimpleNamespace(task_index={})  # the real one reads 14,000 files
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: empty)
     assert field_of(refusal(lambda: find_tasks(["no_such_task"], [tmp_path]))) == "--tasks"
 
 

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron.config.parse import parse
-from megatron.inference.generate import DivergedError
 from megatron.train.evaluate import load_newest
 from megatron.train.trained import open_trained
 from tests.tiny import mesh_of_ranks
@@ -37,28 +36,19 @@ def texts_of(tensor_size: int, words: list[str], broken: int = POSITIONS) -> lis
     return [record["tokens"] for record in answer(model, mesh, prompts, reader, settings)]
 
 
-def texts_of_transformers(
-    folder: Path, prompts: Sequence[str], begin: Sequence[str] = (), new: int = 12
-) -> list[list[int]]:
-    """The new tokens of each prompt, greedily, as transformers continues it; begin: tokens before
-    each prompt. The end mark is left out."""
+def texts_of_transformers(folder: Path, prompts: Sequence[str], new: int = 12) -> list[list[int]]:
+    """The new tokens of each prompt, greedily, as transformers continues it, without an end
+    mark."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = []
     for prompt in prompts:
-        ids = [*tokenizer.convert_tokens_to_ids(list(begin)), *tokenizer.encode(prompt)]
-        mask = torch.ones(1, len(ids))
-        whole = model.generate(
-            torch.tensor([ids]), attention_mask=mask, max_new_tokens=new, do_sample=False
-        )[0].tolist()
-        texts.append([each for each in whole[len(ids) :] if each != tokenizer.eos_token_id])
+        ids = tokenizer.encode(prompt, return_tensors="pt")
+        mask = torch.ones_like(ids)
+        whole = model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
+        found = whole[0, ids.shape[1] :].tolist()
+        texts.append([each for each in found if each != tokenizer.eos_token_id])
     return texts
-
-
-def failure_of(tensor_size: int, words: list[str], broken: int) -> str:
-    with pytest.raises(DivergedError) as failure:
-        texts_of(tensor_size, words, broken)
-    return str(failure.value)
 
 
 def generated(

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -376,16 +377,12 @@ def test_damaged_and_other_checkpoints(make: Make) -> None:
 
 
 def test_hub(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, asked = make("gpt2"), []
-
-    def fetch(name: str, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
-        return str(folder)
-
+    folder = make("gpt2")
+    fetch = Mock(return_value=str(folder))
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     import_model("someone/gpt2-tiny", folder.parent / "ours")
-    ((name, patterns),) = asked
-    assert name == "someone/gpt2-tiny"
+    patterns = fetch.call_args.kwargs["allow_patterns"]
+    fetch.assert_called_once_with("someone/gpt2-tiny", allow_patterns=patterns)
     assert {"config.json", "model*.safetensors", "tokenizer.json"} <= set(patterns)
     assert not [pattern for pattern in patterns if "bin" in pattern]
 

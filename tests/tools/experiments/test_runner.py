@@ -7,27 +7,17 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.train.diagnose import NonFiniteError
+from tests.programs import ROOT
 from tests.refusals import field_of, refusal
 from tests.tools.experiments.test_commands import FIGURE7
 from tools.experiments import figure7, runner
-from tools.experiments.runner import (
-    ROOT,
-    Command,
-    Machine,
-    Processes,
-    Stage,
-    StageError,
-    cause,
-    fit_processes,
-    parse_training,
-    run_stages,
-    to_open,
-)
+from tools.experiments.runner import Command, Machine, Processes, Stage, StageError, run_stages
 from tools.layouts.processes import count_gpus
 
 PROGRAM = "this test"
@@ -123,7 +113,7 @@ def test_failure_names_stage_cause_and_command(
     assert sorted(path.stem for path in tmp_path.glob("stages/*.json")) == ["a"]
     monkeypatch.chdir(tmp_path)
     assert "more in stages/b.log" in failure(Stage(name="b", commands=(fails,)), tmp_path)
-    assert to_open(ROOT / "runs" / "report.html") == f"{ROOT}/runs/report.html"
+    assert runner.to_open(ROOT / "runs" / "report.html") == f"{ROOT}/runs/report.html"
 
 
 def test_failure_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,10 +127,7 @@ def test_failure_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_stage_that_leaves_nothing(tmp_path: Path) -> None:
     stage = Stage(name="a", commands=(script(""),), outputs=(tmp_path / "a",))
     assert str(tmp_path / "a") in failure(stage, tmp_path)
-
-    def check() -> None:
-        raise ValueError("too small")
-
+    check = Mock(side_effect=ValueError("too small"))
     with pytest.raises(ValueError, match="too small"):
         run_stages([replace(fake(tmp_path, "a", "x"), check=check)], tmp_path, PROGRAM)
     assert not (tmp_path / "a").exists()
@@ -171,7 +158,7 @@ def test_stage_that_leaves_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_cause_is_the_first_error(tail: str, expected: str) -> None:
-    assert cause(tail.encode(), 3).endswith(expected)
+    assert runner.cause(tail.encode(), 3).endswith(expected)
 
 
 def test_fresh_deletes_only_outputs(tmp_path: Path) -> None:
@@ -275,8 +262,8 @@ def test_diverged_training_is_a_result(
 )
 def test_gpus_that_are_used(gpus: int, cores: int, expected: Processes) -> None:
     flags = ["--preset", "quickstart", "--tensor-model-parallel-size", 2]
-    config = parse_training(PretrainGPT2Config, flags)
-    assert fit_processes(config, Machine(gpus, cores)) == expected
+    config = runner.parse_training(PretrainGPT2Config, flags)
+    assert runner.fit_processes(config, Machine(gpus, cores)) == expected
 
 
 def test_hidden_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

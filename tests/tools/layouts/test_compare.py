@@ -1,11 +1,10 @@
-"""Layouts compared by a user's own command: equal ones, unequal ones, and what is refused."""
+"""Layouts compared by a user's own command: equal ones, unequal ones, and what is refused;
+names of layouts."""
 
 import json
 import os
 import re
-import signal
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ import pytest
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
-from megatron.errors import UsageError
 from tests.data.samples import write_data
 from tests.refusals import field_of, refusal
 from tools.layouts import compare as compare_layouts
 from tools.layouts.compare import largest, read_settings, row
-from tools.layouts.layout import parse_layout
+from tools.layouts.layout import layout_of, parse_layout
 from tools.layouts.meters import Counts
 from tools.layouts.train import Report
 
@@ -51,15 +49,11 @@ def preset(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Undo the changes that the launcher of the ranks makes in its process."""
-    for name in ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, os.environ.get(name, "lo" if "GLOO" in name else ""))
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+def launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the ranks leaves signals to pytest; variables that it sets are as before later."""
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+    for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("GLOO_SOCKET_IFNAME", "lo")):
+        monkeypatch.setenv(name, os.environ.get(name, value))
 
 
 def compare(preset: Path, *arguments: str) -> tuple[int, Any]:
@@ -219,18 +213,32 @@ def test_settings_of_a_layout(preset: Path) -> None:
         assert jobs[name].config.parallel.pipeline_model_parallel_size == stages
 
 
-def test_names_of_layouts() -> None:
-    for words, name in (
-        ("sequence,data=3,tensor=2", "tensor=2,data=3,sequence"),
-        ("data=2,tensor=8:2.5d:2", "tensor=8:2.5d:2,data=2"),
-        ("schedule=interleaved,virtual=2,pipeline=2", "pipeline=2,virtual=2,schedule=interleaved"),
-        ("zero=1,data=2,context=4:p2p,tensor=2", "tensor=2,context=4:p2p,data=2,zero=1"),
-        ("context=2:a2a", "context=2"),
-        ("context=1", "serial"),
-        ("pipeline=1,virtual=1", "serial"),
-        ("data=1,tensor=1", "serial"),
-    ):
-        assert parse_layout(words).name == parse_layout(name).name == name
-    assert parse_layout("tensor=4:2d").settings["tensor_parallel_mode"] == "2d"
-    with pytest.raises(UsageError):
-        parse_layout("")
+# Names, and other words of the same layouts.
+NAMES = {
+    "serial": ("context=1", "pipeline=1,virtual=1", "data=1,tensor=1"),
+    "tensor=2,data=3,sequence": ("sequence,data=3,tensor=2",),
+    "tensor=4:2d,data=2": ("data=2,tensor=4:2d",),
+    "tensor=8:2.5d:2,zero=1": ("zero=1,tensor=8:2.5d:2",),
+    "tensor=8:3d,pipeline=2": (),
+    "context=2": ("context=2:a2a",),
+    "context=2:p2p,data=2,zero=3": (),
+    "pipeline=2,virtual=2,schedule=interleaved": ("schedule=interleaved,virtual=2,pipeline=2",),
+    "tensor=2,context=2,data=2,pipeline=2,schedule=zb-h1,zero=1": (),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_layout_of_settings_is_the_one_that_they_are_of(name: str) -> None:
+    layout = parse_layout(name)
+    assert layout_of(TrainingParallelConfig(**layout.settings), layout.ranks, 4) == layout
+    assert {parse_layout(words).name for words in (name, *NAMES[name])} == {name}
+
+
+def test_settings_in_other_words_are_the_same_layout() -> None:
+    layers = TrainingParallelConfig(
+        pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1
+    )
+    assert layout_of(layers, 4, 8) == parse_layout("data=2,pipeline=2,virtual=4")
+    zero = TrainingParallelConfig(use_distributed_optimizer=True)
+    assert layout_of(zero, 4, 8) == parse_layout("data=4,zero=1")
+    assert layout_of(zero, 1, 8) == parse_layout("serial")
