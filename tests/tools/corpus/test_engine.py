@@ -183,10 +183,8 @@ STATES: list[tuple[str, str, dict[str, Any], str]] = [
     *((other, "", *outcome) for other in ("split", "other") for outcome in ANEW),
     *((name, "", flags, "refused") for name in PUT for flags, _ in ANEW),
 ]
-MINE = (
-    *("mine.txt", "mine/part-00000.jsonl", "train/mine.txt", "a.part", "text_document.json"),
-    "part-0 of my notes/mine.txt",
-)
+MINE = ("mine.txt", "mine/part-00000.jsonl", "train/mine.txt", "a.part", "text_document.json",
+        "part-0 of my notes/mine.txt")  # fmt: skip
 
 
 @pytest.mark.parametrize(

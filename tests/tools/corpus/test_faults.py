@@ -2,13 +2,11 @@
 
 import gzip
 import json
-import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable
-from functools import cache
-from importlib import import_module
+from functools import cache, partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
@@ -19,12 +17,10 @@ from backports import zstd
 from megatron.data.indexed import IndexedDataset
 from megatron.data.json_lines import LONGEST_LINE, find_shards, open_shard
 from tests.data.samples import write_tokenizer
-from tests.dist import PRELOADED
+from tests.programs import start_ranks
 from tests.tools.corpus.lines import content, duplicates, manifest, read_jsonl, stages, write_jsonl
-from tests.tools.corpus.test_files import BAD, EMPTY
-from tools.corpus.settings import program
+from tools.corpus.__main__ import main
 
-ROOT = Path(__file__).parents[3]
 TEXT = " ".join(" ".join(topics[name] for name in sorted(topics)).split())
 GERMAN = "Das ist ein kurzer Text in deutscher Sprache, der hier nicht bleiben darf. "
 
@@ -37,14 +33,6 @@ class Step(NamedTuple):
     lines: bool = False
     """Whether it takes lines that are no JSON."""
 
-    @property
-    def module(self) -> str:
-        return f"tools.{'' if self.is_program else 'corpus.'}{self.name}"
-
-    @property
-    def is_program(self) -> bool:
-        return self.name == "preprocess_data"
-
     def run(
         self, inputs: list[Path], output: Path, *flags: str, unit: str = "8KB", workers: int = 1
     ) -> dict[str, Any]:
@@ -55,12 +43,9 @@ class Step(NamedTuple):
         passages = [passage(k)[50:300] for k in range(0, 100, 9)]
         (settings / "eval.txt").write_text("\n\n".join(passages))
         words = ["--input", *map(str, inputs), "--output", str(output), "--workers", str(workers)]
-        words += ["--shard-size" if self.is_program else "--unit", unit]
+        words += ["--shard-size" if self.name == "tokenise" else "--unit", unit]
         words += [flag.replace("FOLDER", str(settings)) for flag in (*self.flags, *flags)]
-        if self.is_program:
-            import_module(self.module).main(words)
-        else:
-            program(self.module, words)
+        main([self.name, *words])
         return manifest(output) if (output / "manifest.json").exists() else {}
 
 
@@ -73,8 +58,8 @@ STEPS = {
         Step("decontaminate", ("--evaluation", "FOLDER/eval.txt", "--min-tokens", "8")),
         Step("dedup", ("--max-cluster", "100")),
         Step("split", ("--ratio", "3:1", "--shard-size", "20KB")),
-        Step("preprocess_data", ("--vocab-file", "FOLDER/vocab.json",
-                                 "--merge-file", "FOLDER/merges.txt", "--append-eod")),
+        Step("tokenise", ("--vocab-file", "FOLDER/vocab.json",
+                          "--merge-file", "FOLDER/merges.txt", "--append-eod")),
     )
 }  # fmt: skip
 every_step = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
@@ -142,19 +127,16 @@ def work(step: Step, inputs: list[Path], output: Path, at: int, open_file: bool)
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(die)
-    sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
     step.run(inputs, output)
 
 
 def kill_at(step: Step, inputs: list[Path], output: Path, at: int, open_file: bool) -> bool:
     """Run with one worker, which is killed there; whether it came so far."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    running = context.Process(target=work, args=(step, inputs, output, at, open_file))
-    running.start()
-    running.join()
-    assert running.exitcode in (0, -signal.SIGKILL)
-    return running.exitcode != 0
+    target = partial(work, step, inputs, output, at, open_file)
+    with start_ranks(target, range(1), 1, output.parent) as running:
+        (code,) = running.wait()
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
 
 
 def tasks_of(output: Path) -> int:
@@ -259,6 +241,19 @@ def test_one_shard_or_many_give_the_same_documents(step: Step, tmp_path: Path) -
     assert len(results[0][1]) == results[0][0]["output"]["documents"]
     for other in results[1:]:
         assert other == results[0]
+
+
+EMPTY = [b'{"text": ""}', b'{"text": " \\n\\t\\u2003"}']
+BAD = [
+    *EMPTY, b"not json", b'{"text": "two"} {"text": "records"}', b'["a list"]', b"null",
+    b'{"body": "no text"}', b'{"text": null}', b'{"text": ["a"]}', b'{"text": "\xff"}',
+    b'{"text": "half \\ud83d"}', b'{"text": "\\ude00 half"}',
+    b'{"text": "good", "title": "\\ud800"}', b'{"text": "good", "\\ud800": 1}',
+    b'{"text": "good", "more": [{"a": ["\\ud800"]}]}', b'{"text": "raw \x00 byte"}',
+    b'\x00{"text": "good"}', b"\x00" * 40, '{"text": "good"}'.encode("utf-16-le"),
+    b'{"text": "good", "n": ' + b"1" * 5000 + b"}",
+    b'{"text": "good", "n": 1e30, "more": ' + b"[" * 201 + b"]" * 201 + b"}",
+]  # fmt: skip
 
 
 def bad_input(step: Step, folder: Path) -> tuple[list[Path], list[tuple[str, int]], int]:
