@@ -13,25 +13,15 @@ from safetensors.torch import load_file
 
 from tests.data.samples import write_data, write_tokenizer
 from tests.tasks.made import write_model
+from tests.tools.corpus.lines import write_jsonl
 from tests.tools.papers import fork_commands, reused_stages, shell, small_preset, write_folder
 from tools.experiments import figure6, figure7, finetuning, learning_curves, lm_harness, miniature
 from tools.experiments.miniature import MINUTES
 from tools.experiments.stages import LAMBADA
 
-MODEL = {
-    "num_layers": "2",
-    "hidden_size": "32",
-    "seq_length": "64",
-    "max_position_embeddings": "64",
-}
-SMALL = {
-    **MODEL,
-    "train_iters": "10",
-    "lr_warmup_iters": "2",
-    "log_interval": "5",
-    "eval_interval": "5",
-    "eval_iters": "2",
-}
+MODEL = {"num_layers": 2, "hidden_size": 32, "seq_length": 64, "max_position_embeddings": 64}
+STEPS = {"train_iters": 10, "lr_warmup_iters": 2, "eval_interval": 5, "eval_iters": 2}
+SMALL = {**MODEL, **STEPS, "log_interval": 5}
 
 pytestmark = pytest.mark.slow
 
@@ -144,29 +134,23 @@ def test_finetuning(tmp_path: Path) -> None:
     rows = [
         {"text_a": f"the {word}", "text_b": "the", "label": label} for word, label in labels.items()
     ]
-    train, dev = tmp_path / "train", tmp_path / "dev"
-    for file, count in ((train, 20), (dev, 8)):
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows * count))
+    train = write_jsonl(tmp_path / "train", rows * 20)
+    dev = write_jsonl(tmp_path / "dev", rows * 8)
     flags = "--task MNLI --seeds 2 --epochs 1 --lr 3e-3 --seq-length 16 --micro-batch-size 8"
     flags += " --global-batch-size 8 --hidden-dropout 0 --attention-dropout 0"
-    settings = finetuning.Settings(
-        pretrained=pretrained,
-        train_data=train,
-        valid_data=dev,
-        settings=flags,
-        output=tmp_path / "out",
-    )
-    finetuning.run(settings)
-    facts = json.loads((tmp_path / "out" / "finetuning.json").read_text())
+    output, texts = tmp_path / "out", {"train_data": train, "valid_data": dev}
+    given = {"pretrained": pretrained, **texts, "settings": flags, "output": output}
+    finetuning.run(finetuning.Settings(**given))
+    facts = json.loads((output / "finetuning.json").read_text())
     last = {name: facts[name]["last_epoch"] for name in ("pretrained", "random")}
     assert {"command", "commit", "torch"} <= facts["machine"].keys()
     assert last["pretrained"]["majority_accuracy"]["median"] == pytest.approx(1 / 3)
-    for name, weights in (("pretrained", pretrained), ("random", tmp_path / "out" / "initial")):
-        stamp = json.loads((tmp_path / "out" / "stages" / f"{name}.json").read_text())
+    loaded = {"pretrained": pretrained, "random": output / "initial"}
+    for name, weights in loaded.items():
+        stamp = json.loads((output / "stages" / f"{name}.json").read_text())
         assert f" --load {weights} " in stamp["commands"][0]
     theirs, initial = (
-        load_file(next(each.glob("step_*/*.safetensors")))
-        for each in (pretrained, tmp_path / "out" / "initial")
+        load_file(next(each.glob("step_*/*.safetensors"))) for each in loaded.values()
     )
     assert theirs.keys() == initial.keys()
     assert not all(torch.equal(theirs[key], initial[key]) for key in theirs)
@@ -181,12 +165,8 @@ def test_lm_harness(tmp_path: Path) -> None:
     lambada.write_text("".join(f"{text}\n" for text in passages))
     article = " = {0} = \n \n the {0} in the inn . \n the thing . \n \n"
     wikitext.write_text(" \n" + article.format("One") + article.format("Two"))
-    output = tmp_path / "out"
-    lm_harness.run(
-        lm_harness.Settings(
-            lambada_data=lambada, wikitext_data=wikitext, tokenizer=tmp_path, output=output
-        )
-    )
+    output, texts = tmp_path / "out", {"lambada_data": lambada, "wikitext_data": wikitext}
+    lm_harness.run(lm_harness.Settings(**texts, tokenizer=tmp_path, output=output))
     facts = json.loads((output / "lm_harness.json").read_text())
     reference, *others = facts["figures"].values()
     assert 0 < reference["LAMBADA, accuracy"] < 1, "says little"
