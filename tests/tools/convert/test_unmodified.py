@@ -30,37 +30,32 @@ from tools.convert_hf import export_model
 RATES = "--lr 1e-2 --lr-warmup-iters 0 --lr-decay-iters 4"
 
 
-def save(folders: dict[str, str], to: str, tensor_size: int) -> None:
+def save(folders: dict[str, Path], to: Path, tensor_size: int) -> None:
     """A checkpoint of each folder's weights, as a run makes it before its first step."""
     for name, folder in folders.items():
-        config = config_of(Path(folder), CASES[name])
+        config = config_of(folder, CASES[name])
         state = state_of(config, tensor_size, CASES[name].dtype, draws=False)
-        state.load_folder(folder)
+        state.load_folder(str(folder))
         facts = {
             "kind": config.kind,
             "config": {"model": asdict(config), "data": {"tokenizer_type": "GPT2BPETokenizer"}},
             "vocab_size": VOCABULARY,
             "tokenizer": "",
         }
-        files = config.files(None)
-        place = Path(to) / Path(folder).name
-        save_checkpoint(place, 0, state.slices(), facts | state.facts(), state.mesh, files)
+        facts |= state.facts()
+        save_checkpoint(to / folder.name, 0, state.slices(), facts, state.mesh, config.files(None))
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, gloo: Pool) -> dict[str, tuple[Path, Path]]:
     """(folder, checkpoints that two ranks made of it) of every case."""
     place = tmp_path_factory.mktemp("folders")
-    cases = {name: case._replace(change=dict) for name, case in CASES.items()}
     folders = {
-        name: str(write_folder(place / str(number), case))
-        for number, (name, case) in enumerate(cases.items())
+        name: write_folder(place / str(number), case._replace(change=dict))
+        for number, (name, case) in enumerate(CASES.items())
     }
-    gloo.run(2, save, folders, str(place / "checkpoints"), 2)
-    return {
-        name: (Path(folder), place / "checkpoints" / Path(folder).name)
-        for name, folder in folders.items()
-    }
+    gloo.run(2, save, folders, place / "checkpoints", 2)
+    return {name: (each, place / "checkpoints" / each.name) for name, each in folders.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
