@@ -1,7 +1,8 @@
-"""Section 5.1 of the paper measured: weak scaling, strong scaling and the number of heads.
+"""Scaling measured: section 5.1 of the paper, or each form of parallelism by itself.
 
     torchrun --nproc-per-node 8 benchmarks/scaling.py --device cuda    # or python: starts the ranks
 
+Section 5.1 has weak scaling, strong scaling and the number of heads.
 The share of linear is 100 P_t / (t P_1) x T_1 / T_t for P parameters and T seconds per step; t
 counts only tensor-parallel ranks, as the batch grows with the copies. The speed-up is T_1 / T_t. A
 step is the program's own, on random tokens, with every layer recomputed and dropout as in the
@@ -82,6 +83,7 @@ AXES: dict[AxisName, str] = {  # flags on n ranks
     "zb-h1": f"{PIPELINE} --pipeline-schedule zb-h1",
 }
 OF_ONE = "CPU seconds of a rank / one alone"
+FOUR = ", 4 ranks"  # end of a contender's name
 
 
 @dataclass(frozen=True)
@@ -178,9 +180,15 @@ def by_axis(
 
 
 def result(found: Results) -> str:
-    """The last measured point of each kind."""
+    """The last measured point of each kind, or each axis on 4 ranks."""
     if OF_ONE in found.columns:
-        return f"{OF_ONE}: {found.ratios(OF_ONE)}."
+        pairs = ((row, found.cell(*row, OF_ONE)) for row in found.rows if row[1].endswith(FOUR))
+        said = "; ".join(
+            f"{row[1].removesuffix(FOUR)} {cell.text('{:.2f}', is_ratio=True)}"
+            for row, cell in pairs
+            if cell
+        )
+        return f"{OF_ONE}, on 4 ranks: {said or 'not measured'}."
     cells = ((row, found.cell(*row, LINEAR)) for row in found.rows)
     last = {
         found.rounds[row][0]["kind"]: f"{cell.text('{:.1%}', is_ratio=True)} ({row[1]})"
