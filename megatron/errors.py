@@ -13,15 +13,14 @@ class UsageError(ValueError):
                    works=("--seq-length", "1024"))
 
     reads `--seq-length 2048: must be at most --max-position-embeddings 1024; --seq-length 1024
-    works`. works: arguments that are accepted in place of the flag and its value; the tests of
-    refusals run them.
+    works`. works: arguments that are accepted in place of the flag and its value, or only another
+    value of the flag; the tests of refusals run them.
     """
 
-    def __init__(
-        self, flag: str, value: object, allowed: str, *, works: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, flag: str, value: object, allowed: str, *, works: object = ()) -> None:
         super().__init__(flag, value, allowed)  # a copy for another rank is made from them
-        self.flag, self.value, self.allowed, self.works = flag, value, allowed, works
+        self.flag, self.value, self.allowed = flag, value, allowed
+        self.works: tuple[str, ...] = works if isinstance(works, tuple) else (flag, str(works))
 
     def __str__(self) -> str:
         text = self.flag if self.value is None else f"{self.flag} {self.value}"

@@ -83,16 +83,14 @@ def find_start(config: CheckpointConfig, option: str = "--load") -> Start:
     is_same = config.save is not None and directory == Path(config.save).resolve()
     if config.finetune and is_same:
         allowed = f"another directory than --load {load}, whose weights --finetune takes"
-        works = ("--save", f"{config.save}_finetuned")
-        raise UsageError("--save", config.save, allowed, works=works)
+        raise UsageError("--save", config.save, allowed, works=f"{config.save}_finetuned")
     if is_same and one is not None:
         saved = []  # going back on purpose, in the same directory
     folders = [one] if one is not None and one.is_dir() else step_folders(load)
     if not folders and not saved and (one is not None or not is_same):
         for folder in sorted(load.glob("seed_*")):
             if step_folders(folder):
-                works = (option, str(folder))
-                raise UsageError(option, config.load, "one of its folders", works=works)
+                raise UsageError(option, config.load, "one of its folders", works=folder)
         allowed = "a directory with a checkpoint, such as that of an earlier --save"
         for file, program in FOREIGN.items():
             if (load / file).is_file():
@@ -108,8 +106,7 @@ def find_start(config: CheckpointConfig, option: str = "--load") -> Start:
             kind = "fine-tuned from" if config.finetune else "of the run of"
             allowed = f"without checkpoints, or with ones {kind} --load {load}, which "
             allowed += f"{saved[0].name} is not (--load {config.save} resumes that run)"
-            works = ("--save", f"{config.save}_2")
-            raise UsageError("--save", config.save, allowed, works=works)
+            raise UsageError("--save", config.save, allowed, works=f"{config.save}_2")
     if config.finetune and saved:
         return Start(folders=tuple(saved))
     both = {folder.resolve(): folder for folder in (*saved, *folders)}.values()

@@ -40,17 +40,14 @@ def at_least(config: Any, **least: int) -> None:
         _check(config, [field], f"at least {number}", partial(le, number), number)
 
 
-def at_most(
-    config: Any, field: str, most: float, name: str, *, works: tuple[str, ...] = ()
-) -> None:
+def at_most(config: Any, field: str, most: float, name: str, *, works: object = None) -> None:
     """Refuse a value above `most`, the value of another flag or file, whose name is `name`.
 
     works: what works in its place, if not `most`.
     """
     value = getattr(config, field)
     if value is not None and not value <= most:
-        cure = works or (flag(field), str(most))
-        raise UsageError(flag(field), value, f"at most {name} {most}", works=cure)
+        raise UsageError(flag(field), value, f"at most {name} {most}", works=works or most)
 
 
 def divides(config: Any, field: str, whole: int, name: str) -> None:
@@ -60,8 +57,7 @@ def divides(config: Any, field: str, whole: int, name: str) -> None:
     if value is not None and whole % value:
         divisors = [n for n in range(1, whole + 1) if whole % n == 0]
         nearest = min(divisors, key=lambda n: (abs(n - value), -n))
-        works = (flag(field), str(nearest))
-        raise UsageError(flag(field), value, f"a divisor of {name} {whole}", works=works)
+        raise UsageError(flag(field), value, f"a divisor of {name} {whole}", works=nearest)
 
 
 def needs(config: Any, field: str, *others: str) -> None:
@@ -78,10 +74,10 @@ def excludes(config: Any, field: str, *others: str, because: str = "") -> None:
         _refuse_set(config, field, f"given without {names}{reason}")
 
 
-def left_out(config: Any, field: str, reason: str, *, works: tuple[str, ...] = ()) -> None:
+def left_out(config: Any, field: str, reason: str, *, works: object = None) -> None:
     """Refuse a field that is set, for a reason outside its config: "with --mock-data".
 
-    works: what works in its place, if not the default.
+    works: the value that works in its place, if not the default.
     """
     _refuse_set(config, field, f"left out {reason}", works)
 
@@ -95,14 +91,13 @@ def _default(config: Any, field: str) -> Any:
     return getattr(type(config), field, None)
 
 
-def _refuse_set(config: Any, field: str, allowed: str, works: tuple[str, ...] = ()) -> None:
+def _refuse_set(config: Any, field: str, allowed: str, works: object = None) -> None:
     """The default is what works, if the rule names nothing else."""
     if is_set(config, field):
         name, *values = spelling(field, getattr(config, field))
-        default = _default(config, field)
-        if not works and default is not None and default != ():
-            works = spelling(field, default)
-        raise UsageError(name, " ".join(values) or None, allowed, works=works)
+        value = _default(config, field) if works is None else works
+        cure = () if value in (None, ()) else spelling(field, value)
+        raise UsageError(name, " ".join(values) or None, allowed, works=cure)
 
 
 def _check(
@@ -113,7 +108,7 @@ def _check(
         value, default = getattr(config, field), _default(config, field)
         if value is not None and not holds(value):
             some = works if default is None or not holds(default) else default
-            raise UsageError(flag(field), value, allowed, works=(flag(field), str(some)))
+            raise UsageError(flag(field), value, allowed, works=some)
 
 
 def writable(config: object, field: str, ending: str = "") -> None:
@@ -126,5 +121,4 @@ def writable(config: object, field: str, ending: str = "") -> None:
     name = "result.json" if path.is_dir() else path.name
     works = str((folder / name).with_suffix(ending or Path(name).suffix))
     kind = f"*{ending} file" if ending else "file"
-    allowed = f"a {kind} in a folder that exists"
-    raise UsageError(flag(field), path, allowed, works=(flag(field), works))
+    raise UsageError(flag(field), path, f"a {kind} in a folder that exists", works=works)

@@ -312,7 +312,7 @@ class LlamaConfig(TextModelConfig):
             name, h = "--num-attention-heads", self.hidden_size
             even = [n for n in range(1, heads) if not h % (2 * n)]
             allowed = f"such that heads of --hidden-size {h} have an even size"
-            raise UsageError(name, heads, allowed, works=(name, str(even[-1])) if even else ())
+            raise UsageError(name, heads, allowed, works=even[-1] if even else ())
         if self.rope_scaling is not None:
             factor, low, high, positions = self.rope_scaling
             if not (1 <= factor < inf and 0 < low < high < inf and 0 < positions < inf):

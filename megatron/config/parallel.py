@@ -52,9 +52,8 @@ class ParallelConfig:
         if size != depth * self.side**dims:
             shapes = {"2d": "a square", "3d": "a cube"}
             shape = shapes.get(mode, f"--tensor-parallel-depth {depth} times a square")
-            works = (TENSOR, str(depth * max(2, self.side) ** dims))
             allowed = f"{shape} with --tensor-parallel-mode {mode}"
-            raise UsageError(TENSOR, size, allowed, works=works)
+            raise UsageError(TENSOR, size, allowed, works=depth * max(2, self.side) ** dims)
 
     @property
     def grid_dims(self) -> int:
@@ -128,8 +127,7 @@ class ParallelConfig:
             of_model = "".join(f"{name} {width} and of " for name, width in widths.items())
             allowed = f"a divisor of {of_model if mode == '1d' else ''}the processes: "
             allowed += f"torchrun --nproc-per-node, now {world_size}"
-            works = (TENSOR, str(fitting[-1])) if fitting else ()
-            raise UsageError(TENSOR, size, allowed, works=works)
+            raise UsageError(TENSOR, size, allowed, works=fitting[-1] if fitting else ())
         for name, width in widths.items():
             # In 3D a weight's input dim is cut along two axes; the columns of a head are never cut.
             parts = side**2 if mode == "3d" and "heads" not in name else side
@@ -141,8 +139,7 @@ class ParallelConfig:
                     fitting = [n for n in range(side, hidden + 1, side) if not hidden % n]
                 allowed = f"a multiple of {parts} with --tensor-parallel-mode {mode} and "
                 allowed += f"{TENSOR} {size}"
-                works = (name, str(fitting[0])) if fitting else ()
-                raise UsageError(name, width, allowed, works=works)
+                raise UsageError(name, width, allowed, works=fitting[0] if fitting else ())
 
     def _check_own(self, world_size: int) -> None:
         """The first part of `check`: nothing here; subclasses check their own settings."""
@@ -213,7 +210,7 @@ class ContextParallelConfig(ParallelConfig):
             if not self.is_ring:
                 fitting = [n for n in fitting if not (heads or 0) % (n * tensor)]
             # A ring of one is refused, too.
-            works = (CONTEXT, str(fitting[-1])) if fitting[-1] > 1 or not self.is_ring else ()
+            works = fitting[-1] if fitting[-1] > 1 or not self.is_ring else ()
             raise UsageError(CONTEXT, context, allowed, works=works)
         if heads is not None and not self.is_ring and heads % (context * tensor):
             allowed = f"such that it times {TENSOR} {tensor} divides {HEADS} {heads} with "
@@ -225,10 +222,9 @@ class ContextParallelConfig(ParallelConfig):
             allowed = f"a multiple of {pieces} with {CONTEXT} {context}"
             allowed += f" and --cp-comm-type {self.cp_comm_type}"
             nearest = math.ceil(seq_length / pieces) * pieces
-            works = ("--seq-length", str(nearest))
-            raise UsageError("--seq-length", seq_length, allowed, works=works)
+            raise UsageError("--seq-length", seq_length, allowed, works=nearest)
 
-    def check_images(self, tokens: int, works: tuple[str, str] = (CONTEXT, "1")) -> None:
+    def check_images(self, tokens: int, works: object = 1) -> None:
         """Raise UsageError if images of so many tokens have no equal parts. works: see there."""
         if tokens % (pieces := self.context_pieces):
             allowed = f"such that the {pieces} pieces of an image are equal, of {tokens} tokens"
@@ -238,9 +234,7 @@ class ContextParallelConfig(ParallelConfig):
         """Raise UsageError if a model with this config cannot run in these parts."""
         if self.is_ring and model.recompute_granularity == "selective":
             reason = "with --cp-comm-type p2p, whose attention keeps no probabilities"
-            left_out(
-                model, "recompute_granularity", reason, works=("--recompute-granularity", "full")
-            )
+            left_out(model, "recompute_granularity", reason, works="full")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,7 +331,7 @@ class TrainingParallelConfig(FinetuneParallelConfig):
         if self.zero_stage > 1 and self.pipeline_model_parallel_size > 1:
             allowed = "at most 1 with pipeline stages: weights and gradients would cross the ranks"
             allowed += " once for each micro-batch"
-            raise UsageError("--zero-stage", self.zero_stage, allowed, works=("--zero-stage", "1"))
+            raise UsageError("--zero-stage", self.zero_stage, allowed, works=1)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -357,7 +351,7 @@ class TrainingParallelConfig(FinetuneParallelConfig):
         if world_size % (stages * tensor):
             most = max(n for n in range(1, stages) if not world_size % (n * tensor))
             is_needed = any(is_set(self, name) for name in (EACH, VIRTUAL, *ENDS))
-            works = (flag(STAGES), str(most)) if most > 1 or not is_needed else ()
+            works = most if most > 1 or not is_needed else ()
             allowed = f"such that it times {TENSOR} {tensor} divides the processes: torchrun "
             allowed += f"--nproc-per-node, now {world_size}"
             raise UsageError(flag(STAGES), stages, allowed, works=works)
@@ -373,11 +367,11 @@ class TrainingParallelConfig(FinetuneParallelConfig):
             fitting = [n for n in range(1, layers // stages) if not layers // stages % n]
             if each not in fitting:
                 allowed = f"a divisor of {of_model} / {stages} stages, below it: several of a stage"
-                works = (flag(EACH), str(fitting[-1])) if fitting else (flag(VIRTUAL), "1")
+                works: Any = fitting[-1] if fitting else (flag(VIRTUAL), "1")
                 raise UsageError(flag(EACH), each, allowed, works=works)
         at_most(self, VIRTUAL, max(1, layers // stages), f"{of_model} / {stages} stages, rounded:")
         most = max(n for n in range(1, layers + 1) if not stages % n)
-        at_most(self, STAGES, layers, "--num-layers", works=(flag(STAGES), str(most)))
+        at_most(self, STAGES, layers, "--num-layers", works=most)
         virtual = self.virtual_stages(layers)
         if layers % virtual:
             reason = f"where {virtual} virtual stages do not divide {of_model}"
@@ -389,8 +383,8 @@ class TrainingParallelConfig(FinetuneParallelConfig):
         most = layers - between - (first or 1)
         at_most(self, ENDS[1], most, f"{of_model} without those of other stages:")
         if stages == 2 and first is not None and last is not None and last < most:
-            name, allowed = flag(ENDS[1]), f"the {most} other layers of {of_model}"
-            raise UsageError(name, last, allowed, works=(name, str(most)))
+            allowed = f"the {most} other layers of {of_model}"
+            raise UsageError(flag(ENDS[1]), last, allowed, works=most)
         schedule, instead, reason = self.pipeline_schedule, "1f1b", ""
         if schedule == "interleaved" and virtual == 1:
             reason = f"where a process has one virtual stage, without {flag(VIRTUAL)}"
@@ -402,5 +396,4 @@ class TrainingParallelConfig(FinetuneParallelConfig):
         elif schedule == "zb-h1" and model.recompute_granularity == "full":
             reason = "with --recompute-granularity full: zero bubble keeps what it frees"
         if reason:
-            works = ("--pipeline-schedule", instead)
-            left_out(self, "pipeline_schedule", reason, works=works)
+            left_out(self, "pipeline_schedule", reason, works=instead)

@@ -44,8 +44,7 @@ class Registry:
         if wrong:
             names = f"{', '.join(self.parts)}, or " if self.parts else ""
             allowed = f"{names}module:name of a part that takes {', '.join(self.takes)} ({wrong})"
-            works = () if self.default is None else (flag(self.setting), self.default)
-            raise UsageError(flag(self.setting), name, allowed, works=works)
+            raise UsageError(flag(self.setting), name, allowed, works=self.default or ())
         return part
 
 

@@ -70,8 +70,7 @@ def find_preset(name: str, keys: Collection[str] = ()) -> Path:
             names[file.stem] = file.stem if file in files else str(file)
     near = [names[each] for each in difflib.get_close_matches(Path(name).stem, names, 3, cutoff=0)]
     allowed = "a TOML file" + (f", or a preset's name such as {', '.join(near)}" if near else "")
-    works = ("--preset", near[0]) if near else ()
-    raise UsageError("--preset", name or None, allowed, works=works)
+    raise UsageError("--preset", name or None, allowed, works=near[0] if near else ())
 
 
 def kind_of_presets(names: Iterable[str]) -> PresetSetting | None:

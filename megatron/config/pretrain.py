@@ -18,7 +18,7 @@ from megatron.config.model import (
     TextModelConfig,
     ViTConfig,
 )
-from megatron.config.parallel import CONTEXT, TrainingParallelConfig
+from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.parts import check_parts, custom_layers
 from megatron.config.training import (
     BertDataConfig,
@@ -113,22 +113,18 @@ class PretrainConfig:
             left_out(self.model, "layernorm_impl", reason)
         uncompiled = "with apex's norm, whose layers are not compiled"
         if self.training.compile and not self.model.can_compile:
-            left_out(self.training, "compile", uncompiled, works=("--no-compile",))
+            left_out(self.training, "compile", uncompiled, works=False)
         if self.model.is_unmodified and self.model.recompute_granularity == "full":
-            reason = (
-                "with --model huggingface and --recompute-granularity full: no graph holds both"
-            )
-            left_out(self.training, "compile", reason, works=("--no-compile",))
+            flags = "--model huggingface and --recompute-granularity full"
+            left_out(self.training, "compile", f"with {flags}: no graph holds both", works=False)
         is_compiled = self.training.compile is not False and self.model.compiles_by_default
         if self.model.attention_dropout_rng == "coordinates-flex" and not is_compiled:
-            works = ("--attention-dropout-rng", "coordinates")
             reason = f"with --no-compile or --model huggingface, or {uncompiled}"
-            left_out(self.model, "attention_dropout_rng", reason, works=works)
+            left_out(self.model, "attention_dropout_rng", reason, works="coordinates")
         other_dropout = self.model.attention_dropout_rng in ("kernel", "coordinates-flex")
         if self.parallel.is_ring and other_dropout:
-            works = ("--attention-dropout-rng", "coordinates")
             reason = "with --cp-comm-type p2p, whose dropout is by coordinates"
-            left_out(self.model, "attention_dropout_rng", reason, works=works)
+            left_out(self.model, "attention_dropout_rng", reason, works="coordinates")
         self.check_layout(world_size)
         self.parallel.check_model(self.model)
         name, batch = "--global-batch-size", self.global_batch_size(world_size)
@@ -138,7 +134,7 @@ class PretrainConfig:
             allowed = f"a multiple of --micro-batch-size {micro_batch} x the {readers} processes "
             allowed += "that read different samples"
             nearest = math.ceil(batch / (micro_batch * readers)) * micro_batch * readers
-            raise UsageError(name, batch, allowed, works=(name, str(nearest)))
+            raise UsageError(name, batch, allowed, works=nearest)
         if self.training.train_iters is not None:
             self._check_warmup()
         if self.precision.pure_bf16:
@@ -182,7 +178,7 @@ class PretrainConfig:
             samples_left = max(0, samples_in(epochs) - samples_done)
             if not (steps := steps_done + samples_left // batch):
                 allowed = f"enough for a global batch of {batch}: the first has {samples_in(1)} "
-                works = ("--epochs", str(epochs_of(batch, samples_in)))
+                works = epochs_of(batch, samples_in)
                 raise UsageError("--epochs", epochs, f"{allowed}samples", works=works)
             training = replace(self.training, train_iters=steps, epochs=None)
             config = replace(self, training=training)
@@ -285,11 +281,11 @@ class PretrainViTConfig(PretrainConfig):
         images, tokens = self.training.micro_batch_size, self.model.positions
         ranks = self.parallel.tensor_model_parallel_size
         is_cured = self.model.patches % self.parallel.context_pieces == 0
-        self.parallel.check_images(tokens, ("--pooling", "mean") if is_cured else (CONTEXT, "1"))
+        self.parallel.check_images(tokens, ("--pooling", "mean") if is_cured else 1)
         tokens //= self.parallel.context_parallel_size
         if self.parallel.cuts_stream and images * tokens % ranks:
             multiple = ranks // math.gcd(ranks, tokens)
-            works = ("--micro-batch-size", str(math.ceil(images / multiple) * multiple))
+            works = math.ceil(images / multiple) * multiple
             allowed = f"a multiple of {multiple}, as --sequence-parallel divides its images' tokens"
             raise UsageError("--micro-batch-size", images, allowed, works=works)
 
@@ -321,4 +317,4 @@ def require_apex(*, optimizer_impl: str, layernorm_impl: str) -> None:
         else:
             continue
         allowed = f"torch: {reason}; bash scripts/setup.sh --with-apex DIR builds NVIDIA's"
-        raise UsageError(flag(name), "apex", allowed, works=(flag(name), "torch"))
+        raise UsageError(flag(name), "apex", allowed, works="torch")

@@ -15,7 +15,7 @@ from megatron.config.checks import (
     share,
 )
 from megatron.config.parts import check_names
-from megatron.errors import UsageError, flag
+from megatron.errors import UsageError
 
 SOURCES = {"mock_data", "data_path", "dataset_name", "dataset"}
 """Fields that say where the samples are from."""
@@ -26,21 +26,18 @@ OF_FILES = {"data_path", "split", "tokenizer_type", "vocab_file", "merge_file", 
 OF_FILES |= OF_PACKED | {"short_seq_prob", "max_ngram_size"}
 OF_FILES |= {"cache_dir", "crop_padding", "flip", "dataset"}
 """Fields that have no effect on mock data."""
+# Metadata of fields that each kind of data explains in its own words.
+PATH: dict[str, object] = {"replaces": SOURCES - {"data_path"}, "resume": "free"}
+MOCK: dict[str, object] = {"replaces": OF_FILES | OF_PADDED | {"epochs"}, "resume": "free"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Data settings of all pretraining programs."""
 
-    data_path: tuple[str, ...] = field(
-        default=(),
-        metadata={"replaces": SOURCES - {"data_path"}, "resume": "free"},
-    )
+    data_path: tuple[str, ...] = field(default=(), metadata=PATH)
 
-    mock_data: bool = field(
-        default=False,
-        metadata={"replaces": OF_FILES | OF_PADDED | {"epochs"}, "resume": "free"},
-    )
+    mock_data: bool = field(default=False, metadata=MOCK)
     """Random samples in place of --data-path, to try a layout."""
 
     shuffle: bool = True
@@ -75,17 +72,11 @@ class DataConfig:
 class TextDataConfig(DataConfig):
     """Data settings of models of text."""
 
-    data_path: tuple[str, ...] = field(
-        default=(),
-        metadata={"replaces": SOURCES - {"data_path"}, "resume": "free"},
-    )
+    data_path: tuple[str, ...] = field(default=(), metadata=PATH)
     """Prefix of a .bin/.idx pair, or weights and prefixes in turn: 0.3 first 0.7 second. GPT-2
     with --pad: files of JSON lines or parquet, folders of parquet or of datasets' save_to_disk."""
 
-    mock_data: bool = field(
-        default=False,
-        metadata={"replaces": OF_FILES | OF_PADDED | {"epochs"}, "resume": "free"},
-    )
+    mock_data: bool = field(default=False, metadata=MOCK)
     """Random tokens in place of --data-path, to try a layout; the vocabulary is --vocab-size."""
 
     split: str = "29,1,0"
@@ -203,16 +194,11 @@ class BertDataConfig(TextDataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDataConfig(DataConfig):
-    data_path: tuple[str, ...] = field(
-        default=(), metadata={"replaces": SOURCES - {"data_path"}, "resume": "free"}
-    )
+    data_path: tuple[str, ...] = field(default=(), metadata=PATH)
     """Folder with train/CLASS/ and test/CLASS/ of images, or with the binary files of CIFAR-10; or
     the packed file that an earlier run made of it."""
 
-    mock_data: bool = field(
-        default=False,
-        metadata={"replaces": OF_FILES | {"epochs"}, "resume": "free"},
-    )
+    mock_data: bool = field(default=False, metadata=MOCK)
     """Random images in place of --data-path, to try a layout."""
 
     cache_dir: str | None = field(default=None, metadata={"resume": "free"})
@@ -395,8 +381,7 @@ class TrainingConfig:
         positive(self, "eval_interval", "exit_interval", "exit_duration_in_mins")
         non_negative(self, "seed", "eval_iters", "check_replicas_interval")
         if self.train_iters is None and self.epochs is None:
-            works = ("--train-iters", "1000")
-            raise UsageError("--train-iters", None, "given, or else --epochs", works=works)
+            raise UsageError("--train-iters", None, "given, or else --epochs", works=1000)
         excludes(self, "train_iters", "epochs")
 
     @property
@@ -463,8 +448,7 @@ class PrecisionConfig:
         of_dynamic = ["initial_loss_scale", "loss_scale_window", "loss_scale_factor"]
         of_dynamic += ["hysteresis", "min_loss_scale"]
         if not 1 < self.loss_scale_factor < math.inf:
-            factor, works = flag("loss_scale_factor"), (flag("loss_scale_factor"), "2")
-            raise UsageError(factor, self.loss_scale_factor, "above 1", works=works)
+            raise UsageError("--loss-scale-factor", self.loss_scale_factor, "above 1", works=2)
         for name in ("loss_scale", "max_consecutive_skips", *of_dynamic):
             needs(self, name, "fp16")
         for name in of_dynamic:
@@ -490,7 +474,7 @@ class PrecisionConfig:
         except (ValueError, OverflowError):
             value = math.nan
         if not 0 < value < math.inf:
-            raise UsageError(name, text, "a positive decimal or 2**N", works=(name, "2**16"))
+            raise UsageError(name, text, "a positive decimal or 2**N", works="2**16")
         return value
 
 

@@ -198,8 +198,8 @@ def _open_packed(file: Path, size: int, key: str | None) -> Packed:
             raise
         raise DataError(f"--data-path {file} is damaged; a new copy works") from error
     if found.values["size"] != size:
-        works = ("--image-size", str(found.values["size"]))
-        raise UsageError("--image-size", size, f"that of the images in {file}", works=works)
+        allowed = f"that of the images in {file}"
+        raise UsageError("--image-size", size, allowed, works=found.values["size"])
     for name in SPLITS:
         found.read(f"{name} labels")
         if file.stat().st_size <= CHECKED:

@@ -39,7 +39,7 @@ def split_documents(split: str, documents: int) -> tuple[range, range, range]:
         weights = []
     if len(weights) != 3 or min(weights) < 0 or sum(weights) == 0:
         allowed = "three weights (training, validation, test) of 0 or more"
-        raise UsageError("--split", split, allowed, works=("--split", "1,0,0"))
+        raise UsageError("--split", split, allowed, works="1,0,0")
     bounds = [floor(documents * sum(weights[:end]) / sum(weights)) for end in range(4)]
     training, validation, test = (range(start, stop) for start, stop in pairwise(bounds))
     for name, weight, part in zip(SPLITS, weights, (training, validation, test), strict=True):
@@ -47,7 +47,7 @@ def split_documents(split: str, documents: int) -> tuple[range, range, range]:
             equal = ",".join("1" if each else "0" for each in weights)
             works = equal if documents >= sum(map(bool, weights)) else "1,0,0"
             allowed = f"larger for {name}, or 0: it gets none of {documents} documents"
-            raise UsageError("--split", split, allowed, works=("--split", works))
+            raise UsageError("--split", split, allowed, works=works)
     return training, validation, test
 
 

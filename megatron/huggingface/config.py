@@ -51,8 +51,8 @@ def fetch(name: str, patterns: Iterable[str] = FETCHED) -> Path:
     if Path(name).is_dir():
         return Path(name)
     if Path(name).exists():
-        works = ("--hf-model", str(Path(name).parent))
-        raise UsageError("--hf-model", name, "a folder, and not a file of it", works=works)
+        allowed = "a folder, and not a file of it"
+        raise UsageError("--hf-model", name, allowed, works=Path(name).parent)
     import huggingface_hub
 
     try:
@@ -123,8 +123,7 @@ class HuggingFaceConfig(KindConfig):
                 tomllib.loads(text)
             except (OSError, ValueError) as error:
                 allowed = f"auto, or a TOML file ({error})"
-                works = ("--plan", "auto")
-                raise UsageError("--plan", self.plan, allowed, works=works) from None
+                raise UsageError("--plan", self.plan, allowed, works="auto") from None
             object.__setattr__(self, "plan_text", text)
 
     @property
@@ -197,7 +196,7 @@ class HuggingFaceConfig(KindConfig):
             name = " ".join(whole.get("architectures") or [kind])
             what = "masked tokens" if "masked" in right else "the next token"
             allowed = f"{right} for {name}, which predicts {what}"
-            raise UsageError("--model", self.kind, allowed, works=("--model", right))
+            raise UsageError("--model", self.kind, allowed, works=right)
 
     def check_cut(self) -> None:
         """Raise UsageError for a model or plan that tensor-parallel processes cannot share."""
@@ -205,11 +204,11 @@ class HuggingFaceConfig(KindConfig):
             styles = tomllib.loads(self.plan_text).values()
             if all(each in ("whole", {"style": "whole"}) for each in styles):
                 allowed = "one that cuts a module; this one cuts nothing"
-                raise UsageError("--plan", self.plan, allowed, works=("--plan", "auto"))
+                raise UsageError("--plan", self.plan, allowed, works="auto")
         if self.experts:
             name = "--tensor-model-parallel-size"
             allowed = f"1 of a model with experts, and config.json has {', '.join(self.experts)}"
-            raise UsageError(name, None, allowed, works=(name, "1"))
+            raise UsageError(name, None, allowed, works=1)
 
     @property
     def experts(self) -> list[str]:

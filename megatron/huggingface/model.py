@@ -58,7 +58,7 @@ def _refused(config: HuggingFaceConfig, allowed: str) -> Iterator[None]:
         reason = shorten(reason.partition(". ")[0], 300)  # transformers lists all models it knows
         if isinstance(error, PlanError) and config.plan != "auto":
             allowed = f"a plan that fits --hf-model {config.hf_model}: {reason}"
-            raise UsageError("--plan", None, allowed, works=("--plan", "auto")) from error
+            raise UsageError("--plan", None, allowed, works="auto") from error
         raise UsageError("--hf-model", config.hf_model, f"{allowed}: {reason}") from error
 
 

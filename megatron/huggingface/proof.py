@@ -242,7 +242,7 @@ def require_proof(config: HuggingFaceConfig, mesh: Mesh) -> str:
         return f"warning: the plan is not proved by a tiny model: {error}"
     if proof.wrong:
         allowed = f"a plan that computes what the model does; for a tiny model, {proof}"
-        works = ("--tensor-model-parallel-size", "1")
+        works = "--tensor-model-parallel-size", "1"
         raise UsageError("--plan", config.plan, allowed, works=works)
     return f"the plan is proved: for a tiny model, {proof}"
 

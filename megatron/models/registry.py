@@ -165,7 +165,7 @@ def take_kind(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[str
             print(helps.with_examples(text, helps.examples()), end="")
         raise SystemExit(0)
     if kind is None:
-        raise UsageError("--model", None, "given", works=("--model", kinds[0]))
+        raise UsageError("--model", None, "given", works=kinds[0])
     return kind, rest
 
 
@@ -178,7 +178,7 @@ def find_kind(name: str, given: str = "--model") -> ModelKind:
     if not isinstance(kind, ModelKind):
         allowed = f"{', '.join(KINDS)}, or module:name of a megatron.models.registry.ModelKind"
         allowed += f" ({wrong})" if wrong else ""
-        raise UsageError(given, name, allowed, works=(given, next(iter(KINDS))))
+        raise UsageError(given, name, allowed, works=next(iter(KINDS)))
     return kind
 
 

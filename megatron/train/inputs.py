@@ -178,7 +178,7 @@ def open_bert_data(
             data.vocab_file,
             "the vocab.txt of the WordPiece tokenizer that made --data-path, whose marks BERT "
             f"needs; {other} is beside the data",
-            works=("--vocab-file", "vocab.txt"),
+            works="vocab.txt",
         )
     splits = open_bert_splits(
         corpus,
@@ -198,8 +198,7 @@ def open_image_inputs(config: PretrainViTConfig) -> Inputs:
     """Raises as open_inputs does. The first start packs the images."""
     data, model, seed = config.data, config.model, config.training.seed
     if not data.data_path:
-        works = ("--data-path", "cifar10")
-        raise UsageError("--data-path", None, "given, or else --mock-data", works=works)
+        raise UsageError("--data-path", None, "given, or else --mock-data", works="cifar10")
     beside = None if data.cache_dir is None else Path(data.cache_dir)
     packed = open_images(
         Path(data.data_path[0]), model.image_size, beside=beside, workers=data.num_workers
@@ -207,7 +206,7 @@ def open_image_inputs(config: PretrainViTConfig) -> Inputs:
     classes = len(packed.classes)
     if (given := model.num_classes) is not None and given < classes:
         allowed = f"at least {classes}, the classes of --data-path"
-        raise UsageError("--num-classes", given, allowed, works=("--num-classes", str(classes)))
+        raise UsageError("--num-classes", given, allowed, works=classes)
     names = tuple(packed.classes)
     if model.class_names and model.class_names != names:  # each column of the head is of one class
         value, allowed = " ".join(model.class_names), f"those of --data-path: {' '.join(names)}"
@@ -269,8 +268,7 @@ def _of_flags(data: TextDataConfig) -> Tokenizer | None:
 def _require_kind(data: TextDataConfig, tokenizer: Tokenizer) -> None:
     if (kind := data.tokenizer_type) != tokenizer.kind:
         allowed = f"that of the tokenizer of the data, {tokenizer.kind}"
-        works = ("--tokenizer-type", tokenizer.kind)
-        raise UsageError("--tokenizer-type", kind, allowed, works=works)
+        raise UsageError("--tokenizer-type", kind, allowed, works=tokenizer.kind)
 
 
 def _inputs(
@@ -283,7 +281,7 @@ def _inputs(
     train, validation, _ = splits
     if train is None:
         allowed = "such that a document is left for training"
-        raise UsageError("--split", data.split, allowed, works=("--split", "1,0,0"))
+        raise UsageError("--split", data.split, allowed, works="1,0,0")
     return Inputs(corpus=corpus, tokenizer=tokenizer, train=train, validation=validation)
 
 
