@@ -99,10 +99,13 @@ def verify(
         except (ValueError, OSError) as error:
             wrong[folder.name] = [str(error)]
             continue
-        total = sum(facts["bytes"] for facts in checkpoint.manifest["files"].values())
+        sizes = {name: facts["bytes"] for name, facts in checkpoint.manifest["files"].items()}
         look = {"unit": "B", "unit_scale": True, "leave": False, "delay": 1, "disable": None}
-        with tqdm(total=total, desc=folder.name, **look) as bar:
-            wrong[folder.name] = files.damage(checkpoint, progress=bar.update)
+        wrong[folder.name] = []
+        with tqdm(total=sum(sizes.values()), desc=folder.name, **look) as bar:
+            for name, line in files.damage(folder, checkpoint.manifest["files"]):
+                bar.update(sizes[name])
+                wrong[folder.name] += [line] if line else []
     if json:
         print(dumps(wrong, indent=1))
     else:

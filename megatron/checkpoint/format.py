@@ -18,7 +18,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,27 +103,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, read_manifest(path))
 
 
-def damage(
-    checkpoint: Checkpoint,
-    share: tuple[int, int] = (0, 1),
-    progress: Callable[[int], object] = lambda count: None,
-) -> list[str]:
-    """Hash the files of a checkpoint; returns one line for each that is missing or changed.
+def damage(path: Path, files: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Hash files of a checkpoint; yields (name, a line if it is missing or changed, else "").
 
-    share: (rank, size), to hash only every size-th file. progress: called with the number of bytes
-    of each hashed file.
+    path: the folder. files: some of those of its manifest.
     """
-    rank, size = share
-    lines = []
-    for name, facts in list(checkpoint.manifest["files"].items())[rank::size]:
-        file = checkpoint.path / name
+    for name, facts in files.items():
+        line = ""
         try:
-            if sha256(file) != facts["sha256"]:
-                lines.append(f"{file} is damaged: its checksum is not that of the manifest")
+            if sha256(path / name) != facts["sha256"]:
+                line = f"{path / name} is damaged: its checksum is not that of the manifest"
         except OSError as error:  # removed since, or unreadable on its disk
-            lines.append(f"{file} is damaged: {error.strerror or error}")
-        progress(facts["bytes"])
-    return lines
+            line = f"{path / name} is damaged: {error.strerror or error}"
+        yield name, line
 
 
 def check_tiling(tensors: Mapping[str, Any], files: Mapping[str, Any]) -> None:

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.format import one_step, read_manifest, seal, step_folders, step_of
+from megatron.checkpoint.format import damage, one_step, read_manifest, seal, step_folders, step_of
 from megatron.checkpoint.load import newest_whole
 from megatron.checkpoint.retention import remove, remove_leftovers
 from megatron.checkpoint.save import SaveReport, own_slices, publish, save_checkpoint
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.data.files import flush_to_disk, sha256, write_atomically
+from megatron.data.files import flush_to_disk, write_atomically
 from megatron.errors import UsageError
 from megatron.parallel.agree import agree, on_all_ranks
 from megatron.parallel.mesh import Mesh
@@ -232,25 +232,18 @@ class MemoryCheckpoints:
     def _look_at(self, step: int) -> tuple[dict[str, Any] | None, list[str], list[str]]:
         """(this host's manifest of a step, the whole files among this rank's share of those in its
         folder, a line for each that is damaged)."""
-        folder, share, size = self._path(step), self._ranks.index(self._rank), len(self._ranks)
+        folder = self._path(step)
         if not folder.is_dir():
             return None, [], []
         try:
             manifest = read_manifest(folder, alone=True)
         except (ValueError, OSError) as error:
             return None, [], [str(error)] if self._is_writer else []
-        whole, damaged = [], []
-        for name, facts in list(manifest["files"].items())[share::size]:
-            if not (folder / name).exists():  # it is on another host
-                continue
-            try:
-                if sha256(folder / name) == facts["sha256"]:
-                    whole.append(name)
-                else:
-                    damaged.append(f"{folder / name} is damaged: its checksum is another one")
-            except OSError as error:
-                damaged.append(f"{folder / name}: {error.strerror}")
-        return manifest, whole, damaged
+        share = [*manifest["files"].items()][self._ranks.index(self._rank) :: len(self._ranks)]
+        # The other files are on other hosts.
+        lines = dict(damage(folder, {name: f for name, f in share if (folder / name).exists()}))
+        whole = [name for name, line in lines.items() if not line]
+        return manifest, whole, [*filter(None, lines.values())]
 
     def _write(
         self, step: int, manifest: Mapping[str, Any], holders: Mapping[str, int]

@@ -17,6 +17,8 @@ STAGES = "pipeline_model_parallel_size"
 EACH = "num_layers_per_virtual_pipeline_stage"
 VIRTUAL = "num_virtual_stages_per_pipeline_rank"
 ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+Widths = Mapping[str, int] | None
+"""Sizes that tensor parallelism divides, by flag."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +103,7 @@ class ParallelConfig:
             reason = f"with {given} of the kind {model.kind}, whose plan cuts along one axis"
             left_out(self, "tensor_parallel_mode", reason)
 
-    def check(
-        self,
-        world_size: int,
-        widths: Mapping[str, int] | None = None,
-        seq_length: int | None = None,
-    ) -> None:
+    def check(self, world_size: int, widths: Widths = None, seq_length: int | None = None) -> None:
         """Raise UsageError if the processes, a model's `KindConfig.widths`, or with sequence
         parallelism the tokens of a sample cannot be divided evenly, or a part is not there."""
         check_parts(self)
@@ -189,12 +186,7 @@ class ContextParallelConfig(ParallelConfig):
             reason = f"with {given} of the kind {model.kind}, whose attention reads whole samples"
             left_out(self, "context_parallel_size", reason)
 
-    def check(
-        self,
-        world_size: int,
-        widths: Mapping[str, int] | None = None,
-        seq_length: int | None = None,
-    ) -> None:
+    def check(self, world_size: int, widths: Widths = None, seq_length: int | None = None) -> None:
         super().check(world_size, widths, seq_length)
         context, tensor = self.context_parallel_size, self.tensor_model_parallel_size
         heads = (widths or {}).get(HEADS)

@@ -252,14 +252,13 @@ def parse_table(program: type[Program], table: Mapping[str, Any]) -> Program:
 
     words = [word for key, value in table.items() for word in _arguments(key, value)]
     try:
-        settings: Program = _run_tyro(functools.partial(tyro.cli, program), words, {}, ())
+        return _run_tyro(functools.partial(tyro.cli, program), words, {}, ())
     except CommandLineError:
         types = {name: kind for name, kind, _ in settings_of(program)}
         for key, value in table.items():
             if fit := _type_of_value(types[key], key, value):
                 raise UsageError(setting(key, value), None, fit) from None
         raise
-    return settings
 
 
 def _type_of_value(kind: Any, key: str, value: Any) -> str | None:
@@ -284,8 +283,7 @@ def parse_part(part: type[Program], argv: Sequence[str], environ: Mapping[str, s
     import tyro
 
     call = functools.partial(tyro.cli, part, return_unknown_args=True)
-    config: Program = _run_tyro(call, argv, environ, ())[0]
-    return config
+    return _run_tyro(call, argv, environ, ())[0]
 
 
 def parse_call(
@@ -293,7 +291,6 @@ def parse_call(
     argv: Sequence[str],
     environ: Mapping[str, str],
     *,
-    prog: str | None = None,
     examples: str = "",
 ) -> Callable[[], Any]:
     """The function with the arguments of the command line bound, to be called; a mapping has
@@ -316,8 +313,7 @@ def parse_call(
         names = list(inspect.signature(functions).parameters)
         call = functools.partial(tyro.cli, later(functions))
     about = functions.values() if isinstance(functions, Mapping) else [functions]
-    bound: Callable[[], Any] = _run_tyro(call, argv, environ, names, prog, [*about, examples])
-    return bound
+    return _run_tyro(call, argv, environ, names, None, [*about, examples])
 
 
 def _run_tyro(

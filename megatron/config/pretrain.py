@@ -54,8 +54,7 @@ class PretrainConfig:
     @property
     def seq_length(self) -> int:
         """Tokens of a sample."""
-        length: int = vars(self.data)["seq_length"]
-        return length
+        return vars(self.data)["seq_length"]
 
     @property
     def scored(self) -> float:

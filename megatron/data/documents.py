@@ -19,11 +19,7 @@ import numpy as np
 from megatron.data.cache import Entries, scan_once
 from megatron.data.files import DataError, sha256, with_suffix
 from megatron.data.json_lines import OPENERS, is_text, parse_line, parse_record, read_lines
-from megatron.data.map_style import (
-    check_no_choice,
-    names_map_style,
-    open_map_style,
-)
+from megatron.data.map_style import check_no_choice, names_map_style, open_map_style
 
 ENDINGS = (".jsonl", ".json")
 

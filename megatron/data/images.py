@@ -122,20 +122,17 @@ class Packed:
 
     @property
     def classes(self) -> list[str]:
-        classes: list[str] = self.file.values["classes"]
-        return classes
+        return self.file.values["classes"]
 
     @property
     def mean(self) -> tuple[float, float, float]:
         """Mean of red, green and blue over the training split, of values from 0 to 1."""
-        red, green, blue = self.file.values["mean"]
-        return red, green, blue
+        return tuple(self.file.values["mean"])
 
     @property
     def std(self) -> tuple[float, float, float]:
         """Standard deviation of red, green and blue over the training split."""
-        red, green, blue = self.file.values["std"]
-        return red, green, blue
+        return tuple(self.file.values["std"])
 
     @property
     def content(self) -> str:

@@ -390,12 +390,8 @@ def _decode(content: bytes, source: str, cure: str = "") -> str:
 
 
 Maker = type[GPT2BPETokenizer] | type[BertTokenizer] | type[HuggingFaceTokenizer]
-TOKENIZERS: dict[str, Maker] = {
-    GPT2BPETokenizer.kind: GPT2BPETokenizer,
-    BertWordPieceLowerCase.kind: BertWordPieceLowerCase,
-    BertWordPieceCase.kind: BertWordPieceCase,
-    HuggingFaceTokenizer.kind: HuggingFaceTokenizer,
-}
+MAKERS = GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase, HuggingFaceTokenizer
+TOKENIZERS: dict[str, Maker] = {each.kind: each for each in MAKERS}
 
 
 def build_tokenizer(kind: str, vocab_file: str | None, merge_file: str | None) -> Tokenizer:

@@ -219,14 +219,12 @@ class HuggingFaceConfig(KindConfig):
     @cached_property
     def whole_config(self) -> dict[str, Any]:
         """The model's config.json."""
-        found: dict[str, Any] = json.loads(self.hf_config or read_hf_config(self.hf_model))
-        return found
+        return json.loads(self.hf_config or read_hf_config(self.hf_model))
 
     @cached_property
     def described(self) -> dict[str, Any]:
         """The model's config.json; the part of the text model if it describes several models."""
-        text: dict[str, Any] | None = self.whole_config.get("text_config")
-        return text or self.whole_config
+        return self.whole_config.get("text_config") or self.whole_config
 
     def value(self, names: Iterable[str]) -> Any:
         """The value in config.json of the first of these names that it has; None if it has none."""

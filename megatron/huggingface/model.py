@@ -154,11 +154,7 @@ class HuggingFace(nn.Module):
         if self.model.config._attn_implementation != "megatron":  # its code adds masks to scores
             dtype = next(self.model.parameters()).dtype
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-        return {
-            "input_ids": batch.tokens,
-            "position_ids": batch.positions,
-            "attention_mask": mask,
-        }
+        return {"input_ids": batch.tokens, "position_ids": batch.positions, "attention_mask": mask}
 
     def layers(
         self, x: Any, batch: Any, cache: KeyValueCache | None = None, *, numbers: Any = None
@@ -237,8 +233,7 @@ class HuggingFace(nn.Module):
         if self.reads == "output":  # whole on every rank
             size = -(-x.shape[-1] // self.tensor.size) * self.tensor.size
             return split_with_gradient(F.pad(x, (0, size - x.shape[-1])), -1, self.tensor)
-        own: Tensor = head.columns(x)
-        return own
+        return head.columns(x)
 
     def losses(self, x: Tensor, labels: Tensor, scales: Tensor) -> Tensor:
         """The sum of scales [n] x the cross-entropy of labels [n]."""

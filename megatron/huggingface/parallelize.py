@@ -241,9 +241,7 @@ def _readers_of_one_tensor(
 
 
 def _cut(
-    modules: Mapping[str, nn.Module],
-    styles: Sequence[Named],
-    parameters: ShardedParameters,
+    modules: Mapping[str, nn.Module], styles: Sequence[Named], parameters: ShardedParameters
 ) -> None:
     """Give the modules that hold parameters of the plan their classes and shards."""
 

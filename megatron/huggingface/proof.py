@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import isfinite, lcm
 from typing import Any
 
@@ -271,7 +272,7 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
             alone = build_on_meta(config, serial_mesh(mesh.device), VOCABULARY)
         theirs = _unmodified(described, ours.auto_class, mesh.device)
         batch, arguments = _batch(ours, mesh.device)
-        wanted = _Computed.of_theirs(theirs, batch, arguments)
+        wanted = _Computed(theirs, batch, arguments)
     except (PlanError, NoProofError):
         raise
     except Exception as error:  # from transformers' code of any model
@@ -371,37 +372,33 @@ def _batch(model: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:
     return batch, model.embed(batch) | {"attention_mask": batch.is_real.long()}
 
 
-@dataclass
 class _Computed:
     """Results of the unmodified model."""
 
-    loss: Tensor
-    logits: Tensor
-    gradients: dict[str, Tensor]
-    outputs: dict[str, Tensor]
-    flops: int
     module: str | None = None  # the name of the module that the cut model is running
 
-    @classmethod
-    def of_theirs(cls, model: Any, batch: Any, arguments: Mapping[str, Any]) -> _Computed:
+    def __init__(self, model: Any, batch: Any, arguments: Mapping[str, Any]) -> None:
         labels = batch.labels.masked_fill(batch.loss_mask == 0, -100)
-        counter = _counter()
-        with Wide(), counter:
+        with Wide(), _counter() as counter:
             logits = model(**arguments, use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
             loss.backward()
-        gradients = {
+        self.loss, self.logits, self.flops = (
+            loss.detach(),
+            logits.detach(),
+            counter.get_total_flops(),
+        )
+        self.gradients = {
             name: torch.zeros_like(each) if each.grad is None else each.grad
             for name, each in model.named_parameters()
             if each.requires_grad
         }
         # In a causal model no token attends to padding, with or without the mask.
-        same, outputs = dict(arguments), dict[str, Tensor]()
+        same, self.outputs = dict(arguments), dict[str, Tensor]()
         if isinstance(batch, GPT2Batch):
             del same["attention_mask"]
-        with torch.no_grad(), Wide(), _watched(model, outputs):
+        with torch.no_grad(), Wide(), _watched(model, self.outputs):
             model(**same, use_cache=False)
-        return cls(loss.detach(), logits.detach(), gradients, outputs, counter.get_total_flops())
 
     def unseen(self, ours: nn.Module, mesh: Mesh) -> list[str]:
         """See compare.unseen; only for parameters that the plan cuts or sums. Others may process
@@ -417,42 +414,35 @@ class _Computed:
 
 
 def _counter() -> FlopCounterMode:
-    def of_addmm(_: Any, a: Any, b: Any, **__: Any) -> int:
-        return 2 * int(a[0]) * int(a[1]) * int(b[1])
-
-    in_place: dict[Any, Any] = {torch.ops.aten.addmm_: of_addmm}  # FlopCounterMode lacks it
-    return FlopCounterMode(display=False, custom_mapping=in_place)
+    # FlopCounterMode lacks the one in place.
+    addmm: Any = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
+    return FlopCounterMode(display=False, custom_mapping=addmm)
 
 
 @contextmanager
 def _watched(
-    model: nn.Module, outputs: dict[str, Tensor], enter: Callable[[str | None], None] | None = None
+    model: nn.Module, outputs: dict[str, Tensor], enter: Callable[[str | None], object] = str
 ) -> Iterator[None]:
     """Inside, `outputs` collects the first output of each module's first call, in the order in
     which modules end; `enter` is called with the innermost running module."""
     inside: list[str] = []
     hooks = []
 
-    def watch(name: str, module: nn.Module) -> None:
-        def before(*_: Any) -> None:
-            inside.append(name)
-            if enter is not None:
-                enter(name)
+    def before(name: str, *_: Any) -> None:
+        inside.append(name)
+        enter(name)
 
-        def after(_: Any, __: Any, output: Any) -> None:
-            inside.pop()
-            if enter is not None:
-                enter(inside[-1] if inside else None)
-            first = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(first, Tensor) and first.is_floating_point():
-                outputs.setdefault(name, first.detach())
-
-        hooks.append(module.register_forward_pre_hook(before))
-        hooks.append(module.register_forward_hook(after))
+    def after(name: str, _: Any, __: Any, output: Any) -> None:
+        inside.pop()
+        enter(inside[-1] if inside else None)
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, Tensor) and first.is_floating_point():
+            outputs.setdefault(name, first.detach())
 
     for name, module in model.named_modules():
         if name:
-            watch(name, module)
+            hooks.append(module.register_forward_pre_hook(partial(before, name)))
+            hooks.append(module.register_forward_hook(partial(after, name)))
     try:
         yield
     finally:
@@ -469,10 +459,7 @@ def _compare(
     mesh: Mesh,
 ) -> dict[str, Any]:
     """Differences on this rank. alone: the same model in one process, if dropout is compared."""
-
-    def enter(name: str | None) -> None:
-        wanted.module = name
-
+    enter = partial(setattr, wanted, "module")
     with torch.no_grad(), _watched(ours.model, {}, enter):
         # Here `ours` finds what the model does with its logits, and moves buffers to the device.
         ours.layers(ours.embed(batch), batch)

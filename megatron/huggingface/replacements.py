@@ -114,8 +114,7 @@ class PlannedDropout(nn.Module):
                 f"{self.dropout.name} drops {self.p} of {list(x.shape)}, which are not the rows of "
                 "the batch, or not all channels: a config.json without this dropout works"
             )
-        dropped: Tensor = self.dropout(x, keys)
-        return dropped
+        return self.dropout(x, keys)
 
 
 class KernelLayerNorm(nn.LayerNorm):

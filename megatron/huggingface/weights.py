@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,13 @@ from megatron.errors import UsageError
 from megatron.huggingface.config import HuggingFaceConfig, fetch, has_weights
 from megatron.huggingface.layers import ORIGINAL_LAYOUT, ParallelizedModule, WeightLayout
 from megatron.huggingface.replacements import unmodified
+from megatron.parallel.compare import listed
 from megatron.parallel.random import derive_seed
 from megatron.parallel.sharding import ShardingSpec
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "BF16", "F16")  # names in safetensors
-LISTED = 5  # names in a message
 
 
 def layout_of(model: nn.Module, name: str) -> WeightLayout:
@@ -55,26 +55,18 @@ def layouts_of(model: nn.Module) -> dict[str, list[int]]:
     }
 
 
-@dataclass(frozen=True)
 class Bare:
-    """A model as transformers builds it, on meta, with its names.
+    """A model as transformers builds it, on meta, with its names."""
 
-    first: {name of a parameter: its first name}; the names of a tied parameter share one.
-    """
-
-    model: Any
-    state: dict[str, Tensor]
-    first: Mapping[str, str]
-
-    @staticmethod
-    def of(config: HuggingFaceConfig, auto_class: str) -> Bare:
-        model = unmodified(config, auto_class)
+    def __init__(self, config: HuggingFaceConfig, auto_class: str) -> None:
+        self.model = unmodified(config, auto_class)
+        self.state: dict[str, Tensor] = self.model.state_dict()
         names: dict[int, str] = {}
-        first = {
+        self.first = {
             name: names.setdefault(id(parameter), name)
-            for name, parameter in model.named_parameters(remove_duplicate=False)
+            for name, parameter in self.model.named_parameters(remove_duplicate=False)
         }
-        return Bare(model, model.state_dict(), first)
+        """{name of a parameter: its first name}; the names of a tied parameter share one."""
 
 
 def open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
@@ -179,7 +171,7 @@ def read_weights(
     ValueError, naming the folder and the tensors, for tensors that are missing, unknown or of
     another shape.
     """
-    bare = Bare.of(model.config, model.auto_class)
+    bare = Bare(model.config, model.auto_class)
     missing = {*bare.first.values()}
 
     def fill(name: str, part: Any) -> None:
@@ -222,10 +214,8 @@ def read_weights(
                 whole = value[0] if isinstance(value, list) else value
                 fill(bare.first.get(each, each), whole)
     if missing:
-        raise ValueError(
-            f"{folder} lacks {_listed(missing)} of {type(bare.model).__name__}: a folder with "
-            "all weights, or --random-weights, would work"
-        )
+        lacks = f"{folder} lacks {listed(sorted(missing))} of {type(bare.model).__name__}"
+        raise ValueError(f"{lacks}: a folder with all weights, or --random-weights, would work")
     return left_out
 
 
@@ -280,16 +270,9 @@ def _left_out(bare: Bare, unknown: Mapping[str, str], folder: Path) -> list[str]
     prefix = f"{bare.model.base_model_prefix}."
     heads = {name: key for name, key in rest.items() if {name, prefix + name} & known}
     if strange := [key for name, key in rest.items() if name not in heads]:
-        raise ValueError(
-            f"{folder} has {_listed(strange)}, for which {type(bare.model).__name__} has no part"
-        )
+        kind, names = type(bare.model).__name__, listed(sorted(strange))
+        raise ValueError(f"{folder} has {names}, for which {kind} has no part")
     return sorted(heads.values())
-
-
-def _listed(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = len(ordered) - LISTED
-    return ", ".join(ordered[:LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 @torch.no_grad()

@@ -32,8 +32,8 @@ class ModelKind:
     samples: str = "megatron.train.inputs:random_text"
     """Function from a run's config to Samples that it could read, which need no data. Plans are
     made for them, and compare_layouts trains on them."""
-    data: str
-    """The DataConfig of imported checkpoints, and of a kind without a program."""
+    data: str = "megatron.config.training:TextDataConfig"
+    """The DataConfig of checkpoints of a kind without a program."""
     writes_text: bool = False
     """Whether it continues a text, as a megatron.models.gpt.Decoder does. Text generation and
     the tasks without fine-tuning accept such kinds."""
@@ -57,7 +57,6 @@ KINDS = {
         model="megatron.models.gpt:GPT2",
         program="megatron.config.pretrain:PretrainGPT2Config",
         inputs="megatron.train.inputs:open_gpt2_inputs",
-        data="megatron.config.training:GPT2DataConfig",
         writes_text=True,
         conversion="tools.convert.gpt2:GPT2S",
     ),
@@ -66,7 +65,6 @@ KINDS = {
         model="megatron.models.llama:Llama",
         program="megatron.config.pretrain:PretrainLlamaConfig",
         inputs="megatron.train.inputs:open_gpt2_inputs",
-        data="megatron.config.training:LlamaDataConfig",
         writes_text=True,
         conversion="tools.convert.llama:LLAMAS",
     ),
@@ -75,7 +73,6 @@ KINDS = {
         model="megatron.huggingface.model:HuggingFace",
         program="megatron.huggingface.pretrain:PretrainHuggingFaceConfig",
         inputs="megatron.huggingface.pretrain:open_inputs",
-        data="megatron.config.training:GPT2DataConfig",
         writes_text=True,
     ),
     "huggingface-masked": ModelKind(
@@ -84,7 +81,6 @@ KINDS = {
         program="megatron.huggingface.pretrain:PretrainHuggingFaceMaskedConfig",
         inputs="megatron.huggingface.pretrain:open_masked_inputs",
         samples="megatron.train.inputs:random_pairs",
-        data="megatron.config.training:BertDataConfig",
     ),
     "bert": ModelKind(
         config="megatron.config.model:BertConfig",
@@ -92,7 +88,6 @@ KINDS = {
         program="megatron.config.pretrain:PretrainBertConfig",
         inputs="megatron.train.inputs:open_bert_inputs",
         samples="megatron.train.inputs:random_pairs",
-        data="megatron.config.training:BertDataConfig",
         conversion="tools.convert.bert:PRETRAINED",
     ),
     "vit": ModelKind(
@@ -101,7 +96,6 @@ KINDS = {
         program="megatron.config.pretrain:PretrainViTConfig",
         inputs="megatron.train.inputs:open_image_inputs",
         samples="megatron.train.inputs:random_images",
-        data="megatron.config.training:ImageDataConfig",
         conversion="tools.convert.vit:VITS",
     ),
     "finetuned": ModelKind(

@@ -128,5 +128,5 @@ def block_attention(
         bias = bias.expand(-1, -1, q.shape[2], -1)
     flat = (each.flatten(0, 1) for each in (q, k, v))
     keys = None if keys is None else keys.flatten(0, 1)
-    out: Tensor = _BlockAttention.apply(*flat, bias, is_causal, dropout, keys)
+    out = _BlockAttention.apply(*flat, bias, is_causal, dropout, keys)
     return out.view(*q.shape[:3], v.shape[3])

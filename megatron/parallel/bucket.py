@@ -396,10 +396,7 @@ ranks that share them run equally many."""
 def gathered(model: nn.Module) -> AbstractContextManager[None]:
     """Context in which the root's weights of a model of ZeRO stage 3 are gathered; other models
     have theirs anyway. A nested one does nothing."""
-    context: AbstractContextManager[None] = nullcontext()
-    if UNITS in vars(model):
-        context = vars(model)[UNITS].gathered()
-    return context
+    return vars(model)[UNITS].gathered() if UNITS in vars(model) else nullcontext()
 
 
 def require_whole(model: nn.Module, reader: str) -> None:

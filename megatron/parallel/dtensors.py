@@ -49,9 +49,7 @@ def to_dtensors(
 
 
 def from_dtensors(
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    specs: Mapping[str, ShardingSpec] | None = None,
+    model: nn.Module, tensors: Mapping[str, Tensor], specs: Mapping[str, ShardingSpec] | None = None
 ) -> None:
     """Copy the tensors of `to_dtensors`, with values that were read into them, to the parameters
     (every rank calls this). Call it before an optimizer is built, as its masters are copies. Raises

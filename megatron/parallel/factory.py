@@ -34,8 +34,7 @@ class ApexLayerNorm(layers.LayerNorm):
         self.kernel = module.fused_layer_norm_affine
 
     def forward(self, x: Tensor) -> Tensor:
-        normalised: Tensor = self.kernel(x, self.weight, self.bias, self.weight.shape, self.epsilon)
-        return normalised
+        return self.kernel(x, self.weight, self.bias, self.weight.shape, self.epsilon)
 
 
 Maker = Callable[..., Any]

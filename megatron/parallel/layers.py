@@ -281,8 +281,7 @@ class _LookUp(torch.autograd.Function):
 def look_up(index: Tensor, weight: Tensor, view: GradientView | None = None) -> Tensor:
     """Rows [n, h] of `weight` [v, h] at `index` [n]; their gradients are summed in fp32 or wider.
     view: see `multiply`; used only if it is wide."""
-    rows: Tensor = _LookUp.apply(index, weight, view if view is None or view.is_wide else None)
-    return rows
+    return _LookUp.apply(index, weight, view if view is None or view.is_wide else None)
 
 
 def look_up_own(ids: Tensor, own_ids: slice, weight: Tensor, view: GradientView | None) -> Tensor:
@@ -569,12 +568,7 @@ class Norm(ShardedModule):
     bias: nn.Parameter | None
 
     def __init__(
-        self,
-        mesh: Mesh,
-        hidden_size: int,
-        has_bias: bool,
-        epsilon: float,
-        is_inside: bool,
+        self, mesh: Mesh, hidden_size: int, has_bias: bool, epsilon: float, is_inside: bool
     ) -> None:
         super().__init__(mesh)
         self.epsilon = epsilon

@@ -182,8 +182,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         halves = x.unflatten(-1, (2, -1)).to(cos.dtype)  # y has the strides of x, and is not copied
         turned = halves * cos[..., None, :] + halves.flip(-2) * torch.stack((-sin, sin), dim=-2)
         return turned.flatten(-2).to(x.dtype)
-    y: Tensor = _Rotate.apply(x, cos, sin)
-    return y
+    return _Rotate.apply(x, cos, sin)
 
 
 Activation = Callable[[Tensor], Tensor]
@@ -219,5 +218,4 @@ def gated(x: Tensor, by: Activation) -> Tensor:
     if torch.compiler.is_compiling():
         gate, y = x.chunk(2, dim=-1)
         return by(gate) * y
-    out: Tensor = _Gated.apply(x, by)
-    return out
+    return _Gated.apply(x, by)

@@ -114,5 +114,4 @@ def normalise(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, ax
     """Layer norm, (x - mean) / sqrt(variance + epsilon) weight + bias, of x [n, h/c], whose columns
     are sharded over `axis`; without a bias RMSNorm, x / sqrt(mean of x^2 + epsilon) weight.
     Computed in fp32 or wider."""
-    y: Tensor = _Normalise.apply(x, weight, bias, epsilon, axis)
-    return y.to(x.dtype)
+    return _Normalise.apply(x, weight, bias, epsilon, axis).to(x.dtype)

@@ -95,8 +95,7 @@ def ring_attention(
     if dropout and keys is None:
         raise ValueError("dropout by coordinates needs the keys of its rows")
     keys, is_causal = keys if dropout else None, is_causal or starts is not None
-    out: Tensor = _RingAttention.apply(q, k, v, starts, lengths, keys, axis, is_causal, dropout)
-    return out
+    return _RingAttention.apply(q, k, v, starts, lengths, keys, axis, is_causal, dropout)
 
 
 class _RingAttention(torch.autograd.Function):

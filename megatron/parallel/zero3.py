@@ -27,14 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
-from megatron.parallel.bucket import (
-    UNITS,
-    Bucket,
-    LocalPart,
-    ShardedBucket,
-    nothing,
-    require_whole,
-)
+from megatron.parallel.bucket import UNITS, Bucket, LocalPart, ShardedBucket, nothing, require_whole
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.offload import LayerOffload
 

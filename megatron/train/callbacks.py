@@ -257,9 +257,8 @@ def open_callback(name: str, config: Any, model: type) -> Callback:
     if wrong:
         allowed = f"module:name of a subclass of megatron.api.Callback ({wrong})"
         raise UsageError("--callbacks", name, allowed)
-    callback: Callback = made
-    callback.config = config  # also where its constructor does not call that of Callback
-    return callback
+    made.config = config  # also where its constructor does not call that of Callback
+    return made
 
 
 def _misfit_of_methods(made: Any) -> str:

@@ -94,12 +94,9 @@ def open_inputs(config: PretrainConfig, kind: ModelKind) -> Inputs:
     does not fit."""
     if config.data.mock_data:
         return mock_inputs(config, resolve_name(kind.samples))
-    inputs: Inputs
     if config.data.dataset is not None:
-        inputs = PARTS["dataset"].find(config.data.dataset)(config=config)
-    else:
-        inputs = resolve_name(str(kind.inputs))(config)
-    return inputs
+        return PARTS["dataset"].find(config.data.dataset)(config=config)
+    return resolve_name(str(kind.inputs))(config)
 
 
 def open_gpt2_inputs(config: PretrainGPT2Config) -> Inputs:
@@ -216,11 +213,7 @@ def open_image_inputs(config: PretrainViTConfig) -> Inputs:
         corpus=Corpus(sources=(source,), vocab_size=given or classes, eod=None, fingerprint=""),
         tokenizer=None,
         train=packed.series(
-            "training",
-            seed,
-            shuffle=data.shuffle,
-            crop_padding=data.crop_padding,
-            flip=data.flip,
+            "training", seed, shuffle=data.shuffle, crop_padding=data.crop_padding, flip=data.flip
         ),
         # Shuffled, so that a part of it has all classes.
         validation=packed.series("validation", seed),
@@ -302,9 +295,7 @@ def vocabulary_of(config: PretrainConfig) -> int:
 
 def random_text(config: PretrainTextConfig) -> Samples:
     return RandomText(
-        vocabulary=vocabulary_of(config),
-        length=config.data.seq_length,
-        seed=config.training.seed,
+        vocabulary=vocabulary_of(config), length=config.data.seq_length, seed=config.training.seed
     )
 
 

@@ -297,10 +297,7 @@ class MemorySaves(Callback):
 
 
 def keep_in_memory(
-    config: PretrainConfig,
-    state: TrainState,
-    facts: Mapping[str, Any],
-    files: Mapping[str, bytes],
+    config: PretrainConfig, state: TrainState, facts: Mapping[str, Any], files: Mapping[str, bytes]
 ) -> list[Callback]:
     """The callback of --memory-checkpoint-interval; none without it (every rank calls this). Raises
     UsageError, the same on every rank, if a host has no room."""

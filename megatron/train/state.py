@@ -155,7 +155,7 @@ class TrainState:
         Returns messages to the user. Raises UsageError as the model's `load_folder` does.
         """
         model: Any = self.model
-        messages: list[str] = model.load_folder(name, self.shards())
+        messages = model.load_folder(name, self.shards())
         self.optimizer.publish()
         return messages
 

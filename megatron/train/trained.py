@@ -130,10 +130,7 @@ def saved_checkpoint(config: CheckpointConfig) -> Checkpoint | None:
 def saved_model(config: CheckpointConfig) -> Mapping[str, Any] | None:
     """The model's config in `saved_checkpoint`; None without one."""
     checkpoint = saved_checkpoint(config)
-    if checkpoint is None:
-        return None
-    model: Mapping[str, Any] = checkpoint.manifest["config"]["model"]
-    return model
+    return None if checkpoint is None else checkpoint.manifest["config"]["model"]
 
 
 def saved_settings(kind: str, environ: Mapping[str, str], words: Sequence[str]) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def write_unmodified(folder: Path, checkpoint: Checkpoint, shard_size: str = SHA
     manifest = checkpoint.manifest
     config = config_of(manifest)
     model = build_on_meta(config, serial_mesh(), manifest["vocab_size"])
-    bare = Bare.of(config, model.auto_class)
+    bare = Bare(config, model.auto_class)
     ours = {name: f"model.{first}" for name, first in bare.first.items()}
     specs = sharding_specs(model)
 
