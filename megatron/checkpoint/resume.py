@@ -12,14 +12,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from megatron.checkpoint.format import (
-    Checkpoint,
-    one_step,
-    read_checkpoint,
-    read_manifest,
-    step_folders,
-    step_of,
-)
+from megatron.checkpoint import format as files
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.pretrain import PretrainConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig, TrainingConfig
@@ -70,7 +63,7 @@ def find_start(config: CheckpointConfig, option: str = "--load") -> Start:
     messages. Raises UsageError if --load holds no checkpoint, --save holds those of another run
     than --load, or fine-tuning would save into --load.
     """
-    saved = step_folders(config.save) if config.save is not None else []
+    saved = files.step_folders(config.save) if config.save is not None else []
     if config.load is None:
         if saved:
             allowed = f"without checkpoints (it has {saved[0].name}), or that of --load"
@@ -78,7 +71,7 @@ def find_start(config: CheckpointConfig, option: str = "--load") -> Start:
             raise UsageError("--save", config.save, allowed, works=cure)
         return Start()
     load = Path(config.load)
-    one = one_step(load)
+    one = files.one_step(load)
     directory = load.resolve() if one is None else load.resolve().parent
     is_same = config.save is not None and directory == Path(config.save).resolve()
     if config.finetune and is_same:
@@ -86,10 +79,10 @@ def find_start(config: CheckpointConfig, option: str = "--load") -> Start:
         raise UsageError("--save", config.save, allowed, works=f"{config.save}_finetuned")
     if is_same and one is not None:
         saved = []  # going back on purpose, in the same directory
-    folders = [one] if one is not None and one.is_dir() else step_folders(load)
+    folders = [one] if one is not None and one.is_dir() else files.step_folders(load)
     if not folders and not saved and (one is not None or not is_same):
         for folder in sorted(load.glob("seed_*")):
-            if step_folders(folder):
+            if files.step_folders(folder):
                 raise UsageError(option, config.load, "one of its folders", works=folder)
         allowed = "a directory with a checkpoint, such as that of an earlier --save"
         for file, program in FOREIGN.items():
@@ -110,7 +103,7 @@ def find_start(config: CheckpointConfig, option: str = "--load") -> Start:
     if config.finetune and saved:
         return Start(folders=tuple(saved))
     both = {folder.resolve(): folder for folder in (*saved, *folders)}.values()
-    ordered = sorted(both, key=step_of, reverse=True)
+    ordered = sorted(both, key=files.step_of, reverse=True)
     return Start(folders=tuple(ordered), finetune=config.finetune)
 
 
@@ -124,17 +117,17 @@ def require_kind(path: Path, manifest: Mapping[str, Any], kind: str) -> None:
 def _newest_manifest(folders: Sequence[Path]) -> dict[str, Any] | None:
     for folder in folders:
         with suppress(ValueError, OSError):
-            return read_manifest(folder)
+            return files.read_manifest(folder)
     return None
 
 
 def newest_readable(
     folders: Sequence[Path],
     option: str = "--load",
-    read: Callable[[Path], Checkpoint] = read_checkpoint,
+    read: Callable[[Path], files.Checkpoint] = files.read_checkpoint,
     *,
     any_loop: bool = False,
-) -> tuple[Checkpoint, list[str]]:
+) -> tuple[files.Checkpoint, list[str]]:
     """(the first checkpoint that `read` accepts, why each previous one was passed over). By default
     it accepts one whose files are all there at their sizes.
 

@@ -106,26 +106,21 @@ def match(
     Returns {first name of a parameter, or name of a buffer: keys of its tensors}; a group for each
     weight that is computed from several tensors; {name that the model would have: key} of the rest.
     """
+    from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
 
     mapping = get_model_conversion_mapping(bare.model)
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     found: dict[str, list[str]] = {}
     groups: dict[str, Group] = {}
     unknown: dict[str, str] = {}
-    for key in sorted(keys, key=dot_natural_key):
+    for key in sorted(keys, key=loading.dot_natural_key):
         prefix = bare.model.base_model_prefix
-        name, pattern = rename_source_key(key, renamings, converters, prefix, bare.state)
+        name, pattern = loading.rename_source_key(key, renamings, converters, prefix, bare.state)
         if name not in bare.state and key in bare.state:
-            name, pattern = rename_source_key(key, [], [], prefix, bare.state)
+            name, pattern = loading.rename_source_key(key, [], [], prefix, bare.state)
         if name not in bare.state:
             unknown[name] = key
         elif pattern is None:

@@ -20,19 +20,12 @@ from torch.func import functional_call
 from megatron.config.model import TOKEN_TYPES, BertConfig, FinetunedConfig
 from megatron.data.batch import ExampleBatch
 from megatron.data.bert import BertBatch
-from megatron.models.gpt import (
-    PostNormLayer,
-    Sequences,
-    Transformer,
-    TransformerLayer,
-    dropout_keys,
-    make_norm,
-)
+from megatron.models import gpt
 from megatron.parallel.factory import LayerFactory
 
-RESIDUAL_ORDERS: dict[str, type[TransformerLayer]] = {
-    "pre-ln": TransformerLayer,
-    "post-ln": PostNormLayer,
+RESIDUAL_ORDERS: dict[str, type[gpt.TransformerLayer]] = {
+    "pre-ln": gpt.TransformerLayer,
+    "post-ln": gpt.PostNormLayer,
 }
 SPAN_ENDS = 2  # scores of a token: as the first and as the last token of a span
 
@@ -54,11 +47,11 @@ class BertEncoder(nn.Module):
         )
         self.position_embedding = factory.position_embedding(positions, h, std=std)
         self.token_type_embedding = factory.position_embedding(TOKEN_TYPES, h, std=std)
-        self.embedding_norm = nn.Identity() if is_pre else make_norm(config, factory)
+        self.embedding_norm = nn.Identity() if is_pre else gpt.make_norm(config, factory)
         self.embedding_dropout = factory.dropout(config.dropout_of_embeddings, "embedding")
-        self.transformer = Transformer(config, factory, RESIDUAL_ORDERS[config.residual_order])
+        self.transformer = gpt.Transformer(config, factory, RESIDUAL_ORDERS[config.residual_order])
         self.exchange, self.context = factory.exchange, factory.context
-        self.final_norm = make_norm(config, factory) if is_pre else nn.Identity()
+        self.final_norm = gpt.make_norm(config, factory) if is_pre else nn.Identity()
         self.gather = factory.gather()
 
     def embed(self, batch: BertBatch | ExampleBatch) -> Tensor:
@@ -82,7 +75,7 @@ class BertEncoder(nn.Module):
         self.context.require_local(batch)
         is_real, keys = self.exchange(batch.is_real), self.transformer.dropout_keys(batch)
         count = is_real.numel() // is_real.shape[-1]
-        at = Sequences(
+        at = gpt.Sequences(
             count=count,
             mask=self.context.padding_mask(is_real),
             is_causal=False,
@@ -246,7 +239,7 @@ class FinetunedBert(nn.Module):
         classes or options, with k = 1, or tokens as the first and last one of a span, with k = 2;
         padding scores minus infinity."""
         x = self.encoder.output(x)
-        keys = dropout_keys(batch)
+        keys = gpt.dropout_keys(batch)
         if self.pooler is None:
             scores = self._score(x, keys).view(*batch.tokens.shape, SPAN_ENDS)
             return self.context.whole(scores).masked_fill(~batch.is_real[..., None], -torch.inf)

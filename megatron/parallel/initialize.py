@@ -11,18 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from megatron.parallel import sharding
 from megatron.parallel.random import derive_seed
-from megatron.parallel.sharding import (
-    ShardedModule,
-    ShardingSpec,
-    TensorSlice,
-    load_whole,
-    owned_specs,
-    sharding_specs,
-)
 
 
-def initial_value(name: str, spec: ShardingSpec, seed: int) -> Tensor:
+def initial_value(name: str, spec: sharding.ShardingSpec, seed: int) -> Tensor:
     """Initial value of the whole parameter, a function only of (seed, name): fp32 on the CPU."""
     return spec.draw(torch.Generator().manual_seed(derive_seed(seed, "initialise", name)))
 
@@ -44,9 +37,9 @@ def materialize(
     """
     give_memory(model, lambda each: torch.empty(each.shape, dtype=dtype, device=device))
     if seed is not None:
-        table = owned_specs(model) if values is None else sharding_specs(model)
+        table = sharding.owned_specs(model) if values is None else sharding.sharding_specs(model)
         parameters = dict(model.named_parameters())
-        slices = {n: TensorSlice(n, table[n], parameters[n].detach()) for n in table}
+        slices = {n: sharding.TensorSlice(n, table[n], parameters[n].detach()) for n in table}
         set_values(model, slices, seed, values)
     return model
 
@@ -62,14 +55,14 @@ def give_memory(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> Non
     for module in model.modules():
         for name, parameter in [*module.named_parameters("", False, False)]:
             module.register_parameter(name, real[id(parameter)])
-        if isinstance(module, ShardedModule) and module.values_check:
+        if isinstance(module, sharding.ShardedModule) and module.values_check:
             module.values_check.remove()
 
 
 @torch.no_grad()
 def set_values(
     model: nn.Module,
-    slices: Mapping[str, TensorSlice],
+    slices: Mapping[str, sharding.TensorSlice],
     seed: int,
     values: Callable[[int], Iterable[tuple[str, Tensor]]] | None = None,
 ) -> None:
@@ -77,7 +70,7 @@ def set_values(
     the parameter's dtype; see `materialize`."""
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     if values is None:
-        table = owned_specs(model)
+        table = sharding.owned_specs(model)
         if others := [name for name in dtypes if name not in table]:
             raise ValueError(
                 f"{others[0]} has no sharding spec that says its initial values: build the model "
@@ -90,4 +83,4 @@ def set_values(
         drawn = values(seed)
     for name, whole in drawn:
         if name in slices:  # a shared parameter is there under one name
-            load_whole(slices[name].local, whole.to(dtypes[name]), slices[name].spec)
+            sharding.load_whole(slices[name].local, whole.to(dtypes[name]), slices[name].spec)

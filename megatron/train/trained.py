@@ -11,15 +11,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from megatron.checkpoint import resume
 from megatron.checkpoint.format import Checkpoint
-from megatron.checkpoint.resume import (
-    Start,
-    changes,
-    check_start,
-    find_start,
-    newest_readable,
-    require_kind,
-)
 from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
 from megatron.config.model import HF_PREFIX, KindConfig, hf_files
 from megatron.config.parallel import ParallelConfig
@@ -56,8 +49,8 @@ def open_model(
 ) -> tuple[Sequence[Path], dict[str, Any]]:
     """(the checkpoints of --load from the newest readable one on, its manifest): see open_trained,
     which also finds its tokenizer."""
-    start = find_start(CheckpointConfig(load=load), given)
-    newest, passed_over = newest_readable(start.folders, given)
+    start = resume.find_start(CheckpointConfig(load=load), given)
+    newest, passed_over = resume.newest_readable(start.folders, given)
     path, manifest = newest.path, newest.manifest
     for reason in passed_over:
         warnings.warn(f"passed over: {reason}", stacklevel=2)
@@ -123,8 +116,8 @@ def tokenizer_in(path: Path, manifest: Mapping[str, Any], kind: str) -> Tokenize
 def saved_checkpoint(config: CheckpointConfig) -> Checkpoint | None:
     """The newest readable checkpoint that a run may start from; None if it starts from none. Raises
     UsageError as find_start does."""
-    folders = find_start(config).folders
-    return newest_readable(folders)[0] if folders else None
+    folders = resume.find_start(config).folders
+    return resume.newest_readable(folders)[0] if folders else None
 
 
 def saved_model(config: CheckpointConfig) -> Mapping[str, Any] | None:
@@ -145,7 +138,7 @@ def saved_settings(kind: str, environ: Mapping[str, str], words: Sequence[str]) 
     if checkpoint is None:
         return {}
     manifest = checkpoint.manifest
-    require_kind(checkpoint.path, manifest, kind)
+    resume.require_kind(checkpoint.path, manifest, kind)
     names = [each.name for each in fields(resolve_name(find_kind(kind).config))]
     model = manifest["config"]["model"]
     settings = {name: model.get(name) for name in names if name not in OF_A_RUN}
@@ -221,7 +214,7 @@ class Origin:
 
 def find_origin(
     config: PretrainConfig,
-    start: Start,
+    start: resume.Start,
     mesh: Mesh,
     identity: Mapping[str, Any],
     samples_in: Callable[[int], int],
@@ -249,7 +242,9 @@ def find_origin(
             is_pure = manifest["config"].get("precision", {}).get("pure_bf16", False)
             precision = replace(precision, pure_bf16=is_pure)
         resolved = replace(config, precision=precision)
-        check_start(resolved, checkpoint.path, manifest, identity=identity, finetune=start.finetune)
+        resume.check_start(
+            resolved, checkpoint.path, manifest, identity=identity, finetune=start.finetune
+        )
         done = {"step": 0, "samples": 0} if start.finetune else manifest["counters"]
         resolved = resolved.with_steps(
             samples_in, mesh.size(), steps_done=done["step"], samples_done=done["samples"]
@@ -274,7 +269,7 @@ def changes_on_resume(
     from megatron.train.machine import environment
 
     saved, now = manifest["environment"], environment(state.mesh)
-    messages = changes({**facts, "environment": now}, manifest, state.mesh.batch.size)
+    messages = resume.changes({**facts, "environment": now}, manifest, state.mesh.batch.size)
     affected = "the last bits may"
     if state.kernel_seed is not None:
         affected = "what the kernel of attention drops, and so every loss, will"
