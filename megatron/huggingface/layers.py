@@ -321,23 +321,20 @@ class ColumnLinear(ParallelizedModule):
         leading = [*x.shape[:-1]]
         if tokens:
             leading[1] *= tensor.size
-        is_held = shared.x is x
-        if tensor.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
-            whole = gather_from(x, 1, tensor) if tokens else x
-            y = linear(whole.flatten(0, -2), weight, bias, view=view)
-        elif is_held and shared.rows is not None:
-            y = linear(shared.rows, weight, bias, view=view)
+        rows, gathered_from = (shared.rows, shared.tokens) if shared.x is x else (None, None)
+        needs_f = tensor.size > 1 and torch.is_grad_enabled() and x.requires_grad
+        if not needs_f:
+            rows = (gather_from(x, 1, tensor) if tokens else x).flatten(0, -2)
+        elif rows is None and tokens:
+            rows = _enter_tokens(x, tensor).flatten(0, -2)
+        elif rows is None and gathered_from is not None:
+            rows = _enter_tokens(gathered_from, tensor, x).flatten(0, -2)
+        if rows is not None:
+            y = linear(rows, weight, bias, view=view)
         else:
-            gathered_from = shared.tokens if is_held else None
-            if tokens:
-                rows = _enter_tokens(x, tensor).flatten(0, -2)
-                y = linear(rows, weight, bias, view=view)
-            elif gathered_from is not None:
-                rows = _enter_tokens(gathered_from, tensor, x).flatten(0, -2)
-                y = linear(rows, weight, bias, view=view)
-            else:
-                rows = x.flatten(0, -2)
-                y, rows = multiply(rows, [weight], [bias], [view], self.f, return_input=True)
+            rows = x.flatten(0, -2)
+            y, rows = multiply(rows, [weight], [bias], [view], self.f, return_input=True)
+        if needs_f:
             shared.hold(x, rows, gathered_from)
         if self.head_index is not None:
             heads = y.unflatten(-1, (self.head_index[-1] + 1, -1))

@@ -91,14 +91,12 @@ def build_model(
     seed: int | None,
     dtype: torch.dtype,
     pipeline: PipelinePlan = WHOLE_MODEL,
-    draws: bool = True,
 ) -> Any:
     """A model of the config's kind on this rank's device, with its initial weights.
 
     seed: of initial weights and dropout; None for a model that is loaded next and has no dropout.
-    pipeline: this rank builds its own stages of this plan. draws: False leaves the weights
-    undefined, for a model that is loaded next and has dropout.
+    pipeline: this rank builds its own stages of this plan.
     """
     model = build_on_meta(config, mesh, vocab_size, seed, pipeline)
-    given, values = seed if draws else None, getattr(model, "initial_values", None)
-    return materialize(model, device=mesh.device, dtype=dtype, seed=given, values=values)
+    values = getattr(model, "initial_values", None)
+    return materialize(model, device=mesh.device, dtype=dtype, seed=seed, values=values)

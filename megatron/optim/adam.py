@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -160,15 +161,6 @@ class TorchAdam:
             )
 
 
-def adam_class(impl: str) -> Any:
-    """The class that --optimizer-impl names; apex is imported only if it is asked for."""
-    if impl == "torch":
-        return TorchAdam
-    from megatron.optim.apex import ApexAdam
-
-    return ApexAdam
-
-
 class MasterWeights:
     """The optimizer of a model whose weights are set already, or are set next."""
 
@@ -203,7 +195,10 @@ class MasterWeights:
             tensors = part.masters, part.gradients, *moments
             for local, spec in self.buckets[number].own_segments:
                 segments.append(FlatWeights(self._decay(spec), *(each[local] for each in tensors)))
-        return adam_class(self.config.optimizer_impl)(segments, self.config)
+        make: Any = TorchAdam
+        if self.config.optimizer_impl == "apex":  # imported only if it is asked for
+            make = resolve_name("megatron.optim.apex:ApexAdam")
+        return make(segments, self.config)
 
     def _named(self, numbers: Sequence[int]) -> Any:
         from megatron.optim.by_name import NamedOptimizer

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from megatron.parallel import compare, kernels, sharding, zero3
+from megatron.parallel import compare, kernels, zero3
 from megatron.parallel.bucket import (
     UNITS,
     Bucket,
@@ -36,6 +36,14 @@ from megatron.parallel.bucket import (
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.initialize import give_memory
 from megatron.parallel.mesh import ALONE, Mesh
+from megatron.parallel.sharding import (
+    GradientViews,
+    ShardedModule,
+    ShardingSpec,
+    TensorSlice,
+    mesh_of,
+    sharding_specs,
+)
 from megatron.parallel.traced import handle_of
 
 BUCKET_BYTES = 64 * 2**20  # 72 buckets for 1.2 billion parameters
@@ -66,7 +74,7 @@ class GradientBuckets:
         model: nn.Module,
         bucket_bytes: int = BUCKET_BYTES,
         *,
-        specs: Mapping[str, sharding.ShardingSpec] | None = None,
+        specs: Mapping[str, ShardingSpec] | None = None,
         mesh: Mesh | None = None,
         wide: bool = True,
     ) -> None:
@@ -92,7 +100,7 @@ class GradientBuckets:
         model: nn.Module,
         bucket_bytes: int = BUCKET_BYTES,
         *,
-        specs: Mapping[str, sharding.ShardingSpec] | None = None,
+        specs: Mapping[str, ShardingSpec] | None = None,
         mesh: Mesh | None = None,
         wide: bool = True,
         zero_stage: int = 0,
@@ -142,9 +150,9 @@ class GradientBuckets:
         return gradients
 
     def _set_up(
-        self, model: nn.Module, specs: Mapping[str, sharding.ShardingSpec] | None, mesh: Mesh | None
+        self, model: nn.Module, specs: Mapping[str, ShardingSpec] | None, mesh: Mesh | None
     ) -> None:
-        mesh = mesh or sharding.mesh_of(model)
+        mesh = mesh or mesh_of(model)
         if mesh is None:
             raise ValueError("a model without layers of megatron.api needs mesh=")
         if UNITS in vars(model):
@@ -153,7 +161,7 @@ class GradientBuckets:
                 "build it anew"
             )
         self.model, self.mesh = model, mesh
-        self.specs = sharding.sharding_specs(model, specs, mesh=mesh)
+        self.specs = sharding_specs(model, specs, mesh=mesh)
         self.zero_stage = 0
         self.shared = ALONE  # the axis whose ranks divide the buckets (ZeRO)
         self.units: zero3.Units | None = None  # in ZeRO stage 3
@@ -212,8 +220,8 @@ class GradientBuckets:
         # Our layers add gradients of matrices to the buckets, without `.grad`.
         views = {id(view.parameter): view for view in self.views if view.parameter.dim() > 1}
         for module in self.model.modules():
-            if isinstance(module, sharding.ShardedModule):
-                module.gradient_views = sharding.GradientViews()
+            if isinstance(module, ShardedModule):
+                module.gradient_views = GradientViews()
                 for name in module.specs:
                     if (view := views.get(id(module.shard_of(name)))) is not None:
                         module.gradient_views[name] = view
@@ -421,7 +429,7 @@ class GradientBuckets:
                 total += float(is_owner) * kernels.squares(pieces)
         return all_reduce(total, self.shared)
 
-    def slices(self) -> Iterator[sharding.TensorSlice]:
+    def slices(self) -> Iterator[TensorSlice]:
         """This rank's slice of each gradient after a step, by the parameter's name."""
         return (each for bucket in self.buckets for each in bucket.slices(bucket.own_gradients))
 

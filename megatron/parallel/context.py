@@ -116,9 +116,7 @@ class Context:
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum of x over the ranks. Each may use it in its own way: gradients are summed, too."""
-        if self.axis.size == 1:
-            return x
-        return Pair.apply(x, self._sum, self._sum)
+        return x if self.axis.size == 1 else Pair.apply(x, self._sum, self._sum)
 
     def _sum(self, x: Tensor) -> Tensor:
         return start_all_reduce(x.clone(memory_format=torch.contiguous_format), self.axis)()
@@ -146,9 +144,7 @@ class Context:
         """The mask that attention takes. starts: document starts [b, s] of all tokens."""
         if starts is None:
             return None
-        if self.is_ring:
-            return Visible(starts=self.take(starts))
-        return document_mask(starts)
+        return Visible(starts=self.take(starts)) if self.is_ring else document_mask(starts)
 
     def padding_mask(self, is_real: Tensor) -> Tensor | Visible:
         """The mask that attention takes. is_real: bool [.., s], of all tokens, b sequences."""

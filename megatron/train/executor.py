@@ -194,9 +194,7 @@ class Messages:
     def take(self, direction: str, stage: int, number: int) -> Tensors:
         """Tensors for a stage of this rank; waits for those that are still being received."""
         key = direction, stage, number
-        if key in self.ready:
-            return self.ready.pop(key)
-        return wait_for(self.coming.pop(key))
+        return self.ready.pop(key) if key in self.ready else wait_for(self.coming.pop(key))
 
     def send(self, message: Message) -> None:
         sending, receiver = self.sending[message.receiver], message.receiver
