@@ -22,7 +22,7 @@ from math import inf, isfinite
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -339,12 +339,7 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Let the last save finish; an error in training waits GRACE seconds for it."""
         try:
             self.close(None if error is None else GRACE)

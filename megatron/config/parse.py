@@ -108,7 +108,6 @@ def user_errors(
         if is_first(environ):
             print(f"warning: {message}", file=sys.stderr)
 
-    errors: tuple[type[Exception], ...] = (MissingLibrary, *kinds)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = show
@@ -116,7 +115,7 @@ def user_errors(
                 yield
             finally:
                 print(end="", flush=True)
-    except errors as error:
+    except (MissingLibrary, *kinds) as error:
         if isinstance(error, BrokenPipeError):
             poll = select.poll()
             poll.register(sys.stdout.fileno(), 0)

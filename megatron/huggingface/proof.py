@@ -39,6 +39,7 @@ from megatron.parallel.compare import unseen
 from megatron.parallel.initialize import materialize
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.sharding import gather_whole, sharding_specs
+from megatron.train.executor import on_device
 
 TOLERANCE = 1e-9  # relative to the norm of the compared tensor
 # Relative to the norm of the model's gradient. A smaller gradient, such as that of a key's bias,
@@ -366,9 +367,7 @@ def _batch(model: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:
             is_real=is_real,
             numbers=np.arange(SAMPLES),
         )
-    for name, value in vars(batch).items():
-        if isinstance(value, np.ndarray):
-            object.__setattr__(batch, name, torch.from_numpy(value).to(device))
+    batch = on_device(batch, device)
     return batch, model.embed(batch) | {"attention_mask": batch.is_real.long()}
 
 

@@ -138,9 +138,8 @@ class StepGraph:
         if self.replay is None:
             device = state.mesh.device
             batches, held = [on_device(each, device) for each in micro_batches], counts.clone()
-            for each in batches:
-                for name, x in arrays(each):
-                    object.__setattr__(each, name, x.clone())  # on a CPU x shares the array
+            for number, each in enumerate(batches):  # on a CPU tensors share the arrays
+                batches[number] = each.with_arrays(**{n: x.clone() for n, x in arrays(each)})
             self.inputs = [*batches, held]
             self.totals, self.replay = self.record(lambda: run(state, batches, held))
         else:

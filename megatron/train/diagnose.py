@@ -77,18 +77,15 @@ def non_finite(
         if finding.micro_batch < 0:
             where += f"before {step} were read"
         else:
-            # In 3D the parallel region moves samples between ranks: list the samples of all.
+            # In 3D the parallel region moves samples between ranks: those of all are named.
             readers = mesh.input.size
-            first = finding.data_rank // readers * readers
-            numbers: list[int] = []
-            for data_rank in range(first, first + readers):
-                numbers += micro_batch_numbers(
-                    state.samples,
-                    global_batch_size=global_size,
-                    micro_batch_size=size,
-                    data_rank=data_rank,
-                    data_size=mesh.batch.size,
-                )[finding.micro_batch]
+            numbers = micro_batch_numbers(
+                state.samples,
+                global_batch_size=global_size,
+                micro_batch_size=size * readers,
+                data_rank=finding.data_rank // readers,
+                data_size=mesh.batch.size // readers,
+            )[finding.micro_batch]
             where += f"in samples {numbers[0]} to {numbers[-1]} (the step reads {step})"
     scale, cures = "", "a lower --lr, a longer --lr-warmup-iters"
     if scaler.is_scaling:

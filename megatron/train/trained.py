@@ -196,20 +196,18 @@ class Origin:
         from megatron.train.watch import note
 
         note("reading the checkpoint")
-        messages = self._load(state)
+        if self.weights is not None:
+            messages = state.load_folder(self.weights)
+        elif self.checkpoint is None:
+            messages = ["starting from scratch"]
+        elif self.finetune:
+            state.load_weights(self.checkpoint)
+            messages = [f"starting at step 0 from the weights of {self.checkpoint.path}"]
+        else:
+            state.load(self.checkpoint)
+            messages = [f"going on from {self.checkpoint.path}"]
         note("building the model")
         return messages
-
-    def _load(self, state: TrainState) -> list[str]:
-        if self.weights is not None:
-            return state.load_folder(self.weights)
-        if self.checkpoint is None:
-            return ["starting from scratch"]
-        if self.finetune:
-            state.load_weights(self.checkpoint)
-            return [f"starting at step 0 from the weights of {self.checkpoint.path}"]
-        state.load(self.checkpoint)
-        return [f"going on from {self.checkpoint.path}"]
 
 
 def find_origin(
