@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -566,10 +566,9 @@ class Norm(ShardedModule):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    has_bias: ClassVar[bool]
 
     def __init__(
-        self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5, is_inside: bool = False
+        self, mesh: Mesh, hidden_size: int, has_bias: bool, epsilon: float, is_inside: bool
     ) -> None:
         super().__init__(mesh)
         self.epsilon = epsilon
@@ -577,7 +576,7 @@ class Norm(ShardedModule):
         summed_over = (mesh.replicas, mesh.inner_tokens) if is_inside else mesh.of_stream
         shape, shards = (hidden_size,), over(0, self.hidden)
         self.add_parameter("weight", shape, shards, fill=1, decay=False, partial=summed_over)
-        self.add_bias(self.has_bias, shape, shards, partial=summed_over)
+        self.add_bias(has_bias, shape, shards, partial=summed_over)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = as_rows(self, x, self.weight.shape[0])
@@ -594,14 +593,20 @@ class LayerNorm(Norm):
     """Layer norm over the last dim of the stream [n, h], computed in fp32 or wider. is_inside:
     whether x lies in the parallel region."""
 
-    has_bias = True
+    def __init__(
+        self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5, is_inside: bool = False
+    ) -> None:
+        super().__init__(mesh, hidden_size, True, epsilon, is_inside)
 
 
 class RMSNorm(Norm):
     """weight x / sqrt(mean of x^2 + epsilon) over the last dim of [n, h], in fp32 or wider (Zhang
     and Sennrich, 2019, arXiv:1910.07467). is_inside: see LayerNorm."""
 
-    has_bias = False
+    def __init__(
+        self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5, is_inside: bool = False
+    ) -> None:
+        super().__init__(mesh, hidden_size, False, epsilon, is_inside)
 
 
 class AttentionCore(nn.Module):
