@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from megatron.checkpoint.format import damage, one_step, read_manifest, seal, step_folders, step_of
 from megatron.checkpoint.load import newest_whole
-from megatron.checkpoint.retention import remove, remove_leftovers
-from megatron.checkpoint.save import SaveReport, own_slices, publish, save_checkpoint
+from megatron.checkpoint.retention import remove
+from megatron.checkpoint.save import SaveReport, own_slices, publish, save_checkpoint, staged
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.data.files import flush_to_disk, write_atomically
 from megatron.errors import UsageError
@@ -251,37 +251,21 @@ class MemoryCheckpoints:
         """Write SAVE/step_XXXXXXXX of files in memory; returns notes. holders: the rank that copies
         each file."""
         mesh, source = self._mesh, self._path(step)
-        final = self._save / source.name
-        staging = final.with_name(f".{final.name}.partial")
+        final, what = self._save / source.name, f"writing step {step}, which is in memory, to disk"
 
-        def prepare() -> tuple[str, ...]:
-            if not mesh.is_first:
-                return ()
-            notes = remove_leftovers(self._save)
-            staging.mkdir()
-            return notes
-
-        def copy() -> tuple[str, ...]:
+        def copy() -> None:
             for name, rank in holders.items():
                 if rank == self._rank and name in manifest["files"]:
                     copyfile(source / name, staging / name)
                     with (staging / name).open("rb") as stream:
                         flush_to_disk(stream)
-            return ()
 
         def commit() -> tuple[str, ...]:
             return publish(staging, final, seal(manifest)) if mesh.is_first else ()
 
-        notes: list[str] = []
-        try:
-            for action in (prepare, copy, commit):
-                what = f"writing step {step}, which is in memory, to disk"
-                notes += agree(mesh, action, what)[0]
-        except BaseException:
-            if mesh.is_first:
-                rmtree(staging, ignore_errors=True)
-            raise
-        return tuple(notes)
+        with staged(final, mesh, mesh.is_first, what) as (staging, leftovers):
+            agree(mesh, copy, what)
+            return (*leftovers, *agree(mesh, commit, what)[0])
 
     @property
     def _rank(self) -> int:

@@ -15,8 +15,9 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from pathlib import Path
@@ -103,20 +104,12 @@ def save_checkpoint(
         is_writer = mesh.is_first
     start, slices = time.monotonic(), list(slices)
     final = Path(directory) / f"step_{step:08d}"
-    staging = final.with_name(f".{final.name}.partial")
     if wrong := {"format", "files", "tensors", "checksum"} & facts.keys():
         raise ValueError(f"facts: {min(wrong)} is a key of the manifest itself")
     keys = Counter(each.key for each in slices)
     if twice := [key for key, count in keys.items() if count > 1]:
         raise ValueError(f"slices: two of {twice[0]}; model_slices takes another prefix")
     local_slices = own_slices(slices, mesh)
-
-    def prepare() -> tuple[str, ...]:
-        if not is_writer:
-            return ()
-        notes = remove_leftovers(staging.parent)
-        staging.mkdir(parents=True)
-        return notes
 
     def commit() -> tuple[int, tuple[str, ...]]:
         if not is_writer:
@@ -137,17 +130,35 @@ def save_checkpoint(
         notes = publish(staging, final, manifest, went_back_to)
         return sum(file["bytes"] for file in files.values()), notes
 
-    try:
-        leftovers = agree(mesh, prepare)[0]
+    with staged(final, mesh, is_writer) as (staging, leftovers):
         extra = attached if mesh.is_first else NOTHING
         shares = agree(mesh, lambda: _write_files(staging, local_slices, extra, mesh.control.rank))
         size, notes = agree(mesh, commit)[0]
+    seconds, notes = time.monotonic() - start, (*leftovers, *notes)
+    return SaveReport(step=step, path=final, save_seconds=seconds, bytes=size, notes=notes)
+
+
+@contextmanager
+def staged(
+    final: Path, mesh: Mesh, is_writer: bool, what: str = "saving"
+) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Context with (a new folder beside `final`, which an error removes; notes about leftovers that
+    could not be removed). is_writer, errors: see save_checkpoint. what: for these, see agree."""
+    staging = final.with_name(f".{final.name}.partial")
+
+    def prepare() -> tuple[str, ...]:
+        if not is_writer:
+            return ()
+        notes = remove_leftovers(staging.parent)
+        staging.mkdir(parents=True)
+        return notes
+
+    try:
+        yield staging, agree(mesh, prepare, what)[0]
     except BaseException:
         if is_writer:
             shutil.rmtree(staging, ignore_errors=True)
         raise
-    seconds, notes = time.monotonic() - start, (*leftovers, *notes)
-    return SaveReport(step=step, path=final, save_seconds=seconds, bytes=size, notes=notes)
 
 
 def publish(

@@ -108,6 +108,7 @@ def user_errors(
         if is_first(environ):
             print(f"warning: {message}", file=sys.stderr)
 
+    errors: tuple[type[Exception], ...] = (MissingLibrary, *kinds)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = show
@@ -115,7 +116,7 @@ def user_errors(
                 yield
             finally:
                 print(end="", flush=True)
-    except (MissingLibrary, *kinds) as error:
+    except errors as error:
         if isinstance(error, BrokenPipeError):
             poll = select.poll()
             poll.register(sys.stdout.fileno(), 0)
