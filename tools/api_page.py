@@ -1,5 +1,5 @@
-"""Make docs/api.md from the docstrings of the names in megatron/api.pyi, and the table of parts in
-docs/configuration.md; a test compares them.
+"""Make the names of docs/api.md from the docstrings of those in megatron/api.pyi, and the table of
+parts in docs/configuration.md; a test compares them. The rest of both pages stays as it is.
 
     python tools/api_page.py
     python -m pytest tests/test_package.py    # compares
@@ -28,53 +28,6 @@ from megatron.config.parts import PARTS
 from megatron.errors import flag
 
 ROOT = Path(__file__).resolve().parents[1]
-MARK = "<!-- parts: made by tools/api_page.py -->\n"
-MOST_USED = {
-    "launch": "starts the ranks and gives the mesh",
-    "ParallelConfig": "says how many ranks share a model, and how",
-    "build_state": "makes a model of the project with its optimizer",
-    "train_step": "trains one step, on any layout",
-    "save_checkpoint": "and `newest_checkpoint`, `TrainState.load`: save, and resume at any layout",
-    "prefetch": "reads the micro-batches of this rank from a data set",
-    "ColumnParallelLinear": "and `RowParallelLinear`: the paper's pair of layers, for your module",
-    "layer_factory": "makes the layers of any mode: 1D, 2D, 2.5D, 3D",
-    "parallelize": "cuts an unmodified model by a plan",
-    "GradientBuckets": "sums gradients over ranks, with ZeRO, for an optimizer of torch",
-    "run_pipeline": "runs stages of yours by a schedule",
-    "offload_activations": "keeps on the host what the GPU does not need now",
-}
-INTRODUCTION = """\
-# The public API
-
-`from megatron.api import ...` gives these names, and loads what is asked for;
-[`examples/`](../examples) use nothing else. This page is made from their docstrings:
-`python tools/api_page.py`.
-
-b samples, s tokens of each, n = b x s, h hidden size, v padded vocabulary, t ranks of the tensor
-axis. Layers take a mesh first; where [n, h] is written, [b, s, h] works as well, but not under
-sequence parallelism, where a rank holds n / t rows. Layers that are built outside of
-`torch.device("meta")` have their initial values at once, drawn from torch's own generator.
-
-In 2D, 2.5D and 3D tensor parallelism the stream's columns are cut, too: c ranks share them, q of a
-q x q square or l of an l x l x l cube, and a rank reads the samples of its place along
-`mesh.axis("batch")`. `split_stream` cuts a whole x, `gather_stream` puts it together.
-`layer_factory` makes the layers of the mesh's mode: one module for all of them
-([`examples/mlp_2d.py`](../examples/mlp_2d.py)).
-
-Under context parallelism the c ranks of `mesh.context` share the tokens of each sample: where n or
-s is written, a rank has n / c or s / c. `train_step`, `run_pipeline` and `mean_losses` take batches
-of whole samples; a loop of one's own takes its tokens by `local_tokens`, or by `context.positions`
-of `layer_factory` ([`examples/long_context.py`](../examples/long_context.py)).
-
-Layers of torch beside them, such as `nn.Linear` and norms, are taken to be whole on every rank.
-That is right outside of a pair of column and row layers and without sequence parallelism. Elsewhere
-they are refused unless `specs={name: replicated(parameter, mesh)}` of GradientBuckets says how. It
-is given to `model_slices`, `optimizer_slices`, `load_optimizer` and `to_dtensors`, too.
-
-In bf16 the parameters are (`model.to(torch.bfloat16)`), and gradients are added up in fp32; layers
-refuse `torch.autocast`. `model.compile()` keeps the names of parameters, which
-`torch.compile(model)` does not.
-"""
 
 
 def source(value: Any) -> Any:
@@ -145,6 +98,7 @@ def described(value: Any, name: str) -> Iterator[str]:
 
 
 def page() -> str:
+    """docs/api.md with what is made anew: its contents, and the names."""
     contents, parts = list[str](), list[str]()
     for line in Path(api.__file__).with_suffix(".pyi").read_text().splitlines():
         if line.startswith("# ") and "noqa" not in line:
@@ -154,15 +108,16 @@ def page() -> str:
             value = getattr(api, name)
             parts.append(f"### {name}\n")
             parts += [f"{text}\n" for text in described(value, name) if text]
-            contents[-1] += f" {link(name)}"
-    start = [f"| {link(name)} | {text} |" for name, text in MOST_USED.items()]
-    rows = "\n".join(["| most used | it |", "|---|---|", *start])
-    first, _, rest = INTRODUCTION.partition("\n\nb samples")
-    return "\n".join([f"{first}\n\n{rows}\n", *contents, f"\nb samples{rest}", *parts])
+            contents[-1] += f" [{name}](#{name.lower()})"
+    text = filled((ROOT / "docs" / "api.md").read_text(), "contents", "\n".join(contents))
+    return filled(text, "names", "\n".join(parts))
 
 
-def link(name: str) -> str:
-    return f"[{name}](#{name.lower()})"
+def filled(text: str, name: str, content: str) -> str:
+    """A page with the content between the marks of this name."""
+    before, mark, rest = text.partition(f"<!-- {name}: made by tools/api_page.py -->\n")
+    _, end, after = rest.partition("<!-- end -->")
+    return f"{before}{mark}{content}\n{end}{after}"
 
 
 def parts_table() -> str:
@@ -176,14 +131,12 @@ def parts_table() -> str:
 
 def with_parts(text: str) -> str:
     """A page with the table of parts between its two marks."""
-    before, mark, rest = text.partition(MARK)
-    _, end, after = rest.partition("<!-- end -->")
-    return f"{before}{mark}{parts_table()}\n{end}{after}"
+    return filled(text, "parts", parts_table())
 
 
 def write() -> None:
-    """Make docs/api.md from the docstrings of the names in megatron/api.pyi, and the table of parts
-    in docs/configuration.md from their registries."""
+    """Make the names of docs/api.md from the docstrings of those in megatron/api.pyi, and the table
+    of parts in docs/configuration.md from their registries."""
     (ROOT / "docs" / "api.md").write_text(page())
     configuration = ROOT / "docs" / "configuration.md"
     configuration.write_text(with_parts(configuration.read_text()))
