@@ -12,7 +12,7 @@ each of which is one or more tokens.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenizers.pre_tokenizers import ByteLevel
@@ -29,7 +29,7 @@ from tools.corpus.files import (
 )
 from tools.corpus.language import UNKNOWN, identify, names
 from tools.corpus.repair import mend_newlines, repair
-from tools.corpus.settings import LengthSettings, program, say
+from tools.corpus.settings import LengthSettings, program, warn_of_unknown
 from tools.corpus.tokenize.encoders import load_encoder
 
 ANY = "any"
@@ -81,16 +81,6 @@ def run(settings: Settings) -> None:
         )
         if settings.newlines != Settings.newlines:
             warn_of_unknown("--newlines", settings.newlines, accounting.input)
-
-
-def warn_of_unknown(flag: str, sources: Collection[str], found: Collection[str]) -> None:
-    """Warn of sources named by a flag that have no document.  found: the sources that have some."""
-    missing = [source for source in sources if source not in found]
-    if missing:
-        say(
-            f"warning: {flag} {' '.join(missing)}: no document is of this source; there are "
-            f"{', '.join(sorted(found))}"
-        )
 
 
 def clean_unit(

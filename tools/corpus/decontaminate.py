@@ -34,11 +34,12 @@ from megatron.config.checks import at_least, share
 from megatron.data.json_lines import WORK
 from megatron.errors import UsageError
 from tools.corpus import files
-from tools.corpus.clean import has_tokens, token_counter, warn_of_unknown
+from tools.corpus.clean import has_tokens, token_counter
 from tools.corpus.engine import StepRun, map_units
 from tools.corpus.evaluation import Evaluation, load_evaluation, normalise_title
 from tools.corpus.ngrams import Found, Indices, Words, split_words
-from tools.corpus.settings import LengthSettings, program, say
+from tools.corpus.settings import LengthSettings, program, say, warn_of_unknown
+from tools.report.numbers import aligned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +165,11 @@ def decontaminate_unit(
             else:
                 reason = f"piece under {settings.min_tokens} {settings.unit_of_length}"
                 accounting.drop({**record, "text": piece}, reason)
-        for piece in name_pieces(record, kept):
+        name = files.document_id(record)
+        for k, text in enumerate(kept):
+            piece = {**record, "id": f"{name}-{k}", "text": text}
+            if len(kept) == 1:  # keeps the record's own id, of any type
+                piece = {"id": name, **record, "text": text}
             after[evaluation.leak.find(split_words(piece["text"]).hashes).ids] = True
             accounting.keep(piece)
             shard.write(files.dump_record(piece))
@@ -213,13 +218,6 @@ def find_cuts(
     return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
 
-def name_pieces(record: files.Record, pieces: Sequence[str]) -> list[files.Record]:
-    name = files.document_id(record)
-    if len(pieces) == 1:  # keeps the record's own id, of any type
-        return [{"id": name, **record, "text": pieces[0]}]
-    return [{**record, "id": f"{name}-{k}", "text": piece} for k, piece in enumerate(pieces)]
-
-
 def leakage_table(
     evaluation: Evaluation, mark_files: Sequence[Path]
 ) -> dict[str, dict[str, float]]:
@@ -250,11 +248,10 @@ def leakage_table(
 
 def show(leakage: dict[str, dict[str, float]], n: int) -> None:
     columns = ("before", "before_distinct", "after", "after_distinct")
-    width = max(map(len, leakage))
+    rows = [["", *(column.replace("_", " ") for column in columns)]]
+    rows += [[name, *(f"{facts[each]:.3%}" for each in columns)] for name, facts in leakage.items()]
     say(f"share of {n}-grams found in the corpus, of all and of the distinct ones:")
-    say(f"  {'':{width}}" + "".join(f"{column.replace('_', ' '):>17}" for column in columns))
-    for name, facts in leakage.items():
-        say(f"  {name:{width}}" + "".join(f"{facts[column]:>17.3%}" for column in columns))
+    say(aligned(rows, right=True))
 
 
 if __name__ == "__main__":

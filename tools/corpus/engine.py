@@ -27,6 +27,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -47,7 +48,7 @@ from tools.corpus.files import (
     scratch_writer,
     write_shard,
 )
-from tools.corpus.scheduler import Call, open_scheduler
+from tools.corpus.scheduler import open_scheduler
 from tools.corpus.settings import ShardSettings, StepSettings, Unfinished, progress, say
 
 BEGUN = "begun.json"  # in .work: which step it is, with which settings
@@ -124,7 +125,7 @@ class StepRun:
             else:
                 settings = self.settings
                 # First: what is there stays where the scheduler does not answer.
-                self._scheduler = stack.enter_context(
+                self._run_calls = stack.enter_context(
                     open_scheduler(settings.scheduler, settings.workers, settings.memory_bytes)
                 )
                 if difference:
@@ -251,14 +252,15 @@ class StepRun:
         k, n = self.settings.share
         mine = [i for i, outcome in enumerate(outcomes) if outcome is None and i % n == k]
         calls = [
-            Call(execute, (markers[i], fingerprints[i], function, tasks[i].arguments)) for i in mine
+            partial(execute, markers[i], fingerprints[i], function, tasks[i].arguments)
+            for i in mine
         ]
         start = time.monotonic()
         total = sum(task.weight for task in tasks)
         done = total - sum(tasks[i].weight for i in mine)
         with (
             progress(f"{self.name}: {name}", total, done) as bar,
-            contextlib.closing(self._scheduler.run(calls)) as results,  # workers end with it
+            contextlib.closing(self._run_calls(calls)) as results,  # workers end with it
         ):
             for number, outcome in results:
                 outcomes[mine[number]] = outcome

@@ -22,6 +22,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tools.corpus.files import (
     ShardWriter,
     document_id,
     dump_record,
+    grouped,
     write_shard,
 )
 from tools.corpus.settings import ShardSettings, program
@@ -88,7 +90,8 @@ def run(settings: Settings) -> None:
         ]
         roots = tuple(str(each.root if each.root.is_dir() else each.root.parent) for each in loose)
         check_format([splits, listed], roots, settings)
-        groups = [*readers.group(splits, settings.unit_bytes), *([split] for split in listed)]
+        small = grouped(splits, attrgetter("bytes"), settings.unit_bytes)
+        groups = [*small, *([split] for split in listed)]
         tasks = [
             Task(f"{k:05}", (k, tuple(each), roots, settings), sum(split.bytes for split in each))
             for k, each in enumerate(groups)

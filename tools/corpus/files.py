@@ -7,11 +7,13 @@ import hashlib
 import itertools
 import json
 import shutil
+import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, Self
+from typing import IO, Any, Literal, NamedTuple, Self, TypeVar
 
 from megatron.data.files import atomic_writer
 from megatron.data.json_lines import (
@@ -72,6 +74,26 @@ def cut(
                 unit = Unit(len(units), str(path), start, stop, size, status.st_mtime_ns)
                 units.append(unit)
     return units
+
+
+Item = TypeVar("Item")
+
+
+def grouped(
+    items: Iterable[Item], size_of: Callable[[Item], int], most: int, length: int = sys.maxsize
+) -> Iterator[list[Item]]:
+    """Groups of neighbours, of up to `most` in size and `length` in number.  A larger item is a
+    group by itself."""
+    together: list[Item] = []
+    size = 0
+    for item in items:
+        if together and (size + size_of(item) > most or len(together) == length):
+            yield together
+            together, size = [], 0
+        together.append(item)
+        size += size_of(item)
+    if together:
+        yield together
 
 
 class _Hashed:
@@ -176,14 +198,26 @@ class Document(NamedTuple):
         return str(self.record["text"])
 
 
-def read_documents(unit: Unit, accounting: "DocumentCounts") -> Iterator[Document]:
-    """The documents of a unit, counted in the accounting, which also records lines without one."""
-    for line in read_shard(unit.file, unit.start, unit.stop):
+def read_documents(
+    unit: Unit,
+    accounting: "DocumentCounts",
+    key: str = "text",
+    refused: Callable[[bytes, str], object] = lambda line, reason: None,
+) -> Iterator[Document]:
+    """The documents of a unit, counted in the accounting, which also records lines without one.
+
+    key: of the text in a line; in the documents it is "text".  refused: called with each line that
+    has no document, and the reason.
+    """
+    for line in read_shard(unit.file, unit.start, unit.stop, key=key):
         try:
-            record = parse_line(line)
+            record = parse_line(line, key)
         except ValueError as error:
             accounting.set_aside(unit.file, line.offset, line.content, line.fault or str(error))
+            refused(line.content, str(error))
             continue
+        if key != "text":
+            record["text"] = record.pop(key)
         accounting.enter(record)
         yield Document(record, line.content, line.offset)
 
@@ -229,6 +263,10 @@ class Count:
 Counts = dict[str, Count]  # by source
 
 
+def no_counts() -> Counts:
+    return defaultdict(Count)
+
+
 @dataclass
 class DocumentCounts:
     """Documents that a step read, wrote and dropped, by source and reason.
@@ -236,38 +274,38 @@ class DocumentCounts:
     The counts of units are summed to that of the step; `check` then verifies the sums.
     """
 
-    input: Counts = field(default_factory=dict)
-    output: Counts = field(default_factory=dict)
-    dropped: dict[str, Counts] = field(default_factory=dict)
+    input: Counts = field(default_factory=no_counts)
+    output: Counts = field(default_factory=no_counts)
+    dropped: dict[str, Counts] = field(default_factory=lambda: defaultdict(no_counts))
     pieces: int = 0
     """Documents gained by cutting one into several."""
     rejected: "Rejected" = field(default_factory=lambda: Rejected())
     """Lines that hold no document; a step keeps them in a file."""
 
     def enter(self, record: Record) -> None:
-        _add(self.input, source_of(record), len(record["text"].encode()))
+        self.input[source_of(record)].add(len(record["text"].encode()))
 
     def keep(self, record: Record) -> None:
-        _add(self.output, source_of(record), len(record["text"].encode()))
+        self.output[source_of(record)].add(len(record["text"].encode()))
 
     def drop(self, record: Record, reason: str) -> None:
         """record: as it was read."""
-        size = len(record["text"].encode())
-        _add(self.dropped.setdefault(reason, {}), source_of(record), size)
+        self.dropped[reason][source_of(record)].add(len(record["text"].encode()))
 
     def set_aside(self, file: str, offset: int, line: bytes, reason: str) -> None:
         """Count a line without a document, or the rest of a damaged file, whose reason is a Damage;
         record its location."""
         kind = DAMAGED_FILE if isinstance(reason, Damage) else BAD_LINE
-        _add(self.input, NO_SOURCE, len(line))
-        _add(self.dropped.setdefault(kind, {}), NO_SOURCE, len(line))
+        self.input[NO_SOURCE].add(len(line))
+        self.dropped[kind][NO_SOURCE].add(len(line))
         self.rejected.append({"file": file, "offset": offset, "reason": reason})
 
     def add(self, other: "DocumentCounts") -> None:
-        _add_all(self.input, other.input)
-        _add_all(self.output, other.output)
-        for reason, counts in other.dropped.items():
-            _add_all(self.dropped.setdefault(reason, {}), counts)
+        pairs = [(self.input, other.input), (self.output, other.output)]
+        pairs += [(self.dropped[reason], counts) for reason, counts in other.dropped.items()]
+        for counts, others in pairs:
+            for source, count in others.items():
+                counts[source].add(count.bytes, count.documents)
         self.pieces += other.pieces
         for bad in other.rejected:
             self.rejected.append(bad)
@@ -322,15 +360,6 @@ class Rejected:
 
 def documents(counts: Counts) -> int:
     return sum(count.documents for count in counts.values())
-
-
-def _add(counts: Counts, source: str, size: int) -> None:
-    counts.setdefault(source, Count()).add(size)
-
-
-def _add_all(counts: Counts, others: Counts) -> None:
-    for source, other in others.items():
-        counts.setdefault(source, Count()).add(other.bytes, other.documents)
 
 
 def _as_json(counts: Counts) -> dict[str, Any]:

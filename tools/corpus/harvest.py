@@ -11,7 +11,6 @@ parsed, never imported.  Paragraphs that are code, doctests or tables are left o
 import ast
 import contextlib
 import email
-import json
 import multiprocessing
 import os
 import re
@@ -24,7 +23,8 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from megatron.config.checks import at_least
-from megatron.data.files import atomic_writer, write_atomically
+from megatron.data.files import atomic_writer
+from tools.corpus.engine import write_json
 from tools.corpus.files import DocumentCounts, Record, documents, dump_record, keyed_hash
 from tools.corpus.settings import program, progress, say
 from tools.report import numbers
@@ -87,8 +87,7 @@ def run(settings: Settings) -> None:
     )
     if settings.json is not None:
         facts = {"step": "harvest", "settings": {"max_bytes": settings.max_bytes}}
-        content = json.dumps(facts | accounting.to_json(), indent=1)
-        write_atomically(settings.json, content.encode() + b"\n")
+        write_json(settings.json, facts | accounting.to_json())
 
 
 def read_documents(workers: int, accounting: DocumentCounts) -> Iterator[Record]:

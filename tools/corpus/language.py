@@ -8,7 +8,7 @@ from megatron.libraries import Library
 pycld2 = Library("pycld2", "--language any")
 
 UNKNOWN = "un"  # CLD2's code for an unknown language
-SAMPLE = 4000  # characters
+SAMPLE = 4000  # characters that are examined, half at the start, half from the middle on
 
 # Code points that CLD2 refuses to read: control characters and those that are no characters.
 REFUSED = re.compile(
@@ -24,13 +24,10 @@ def names() -> dict[str, str]:
     return {code: name for name, code in pycld2.LANGUAGES}
 
 
-def identify(text: str, most: int = SAMPLE) -> str:
-    """Code of the likeliest language of the text, such as en; un if there is none.
-
-    most: characters that are examined, half of them at the start, half from the middle on.
-    """
-    if len(text) > most:
-        half, middle = most // 2, len(text) // 2
+def identify(text: str) -> str:
+    """Code of the likeliest language of the text, such as en; un if there is none."""
+    if len(text) > SAMPLE:
+        half, middle = SAMPLE // 2, len(text) // 2
         text = f"{text[:half]}\n{text[middle : middle + half]}"
     try:
         return _detect(text)

@@ -28,7 +28,7 @@ from typing import Annotated, Any, get_origin
 import tyro
 
 from megatron.config.parse import parse_table
-from megatron.errors import CommandLineError, UsageError, flag, setting, switch
+from megatron.errors import CommandLineError, UsageError, setting, switch
 
 STEPS = {
     "extract": "tools.corpus.extract",
@@ -115,25 +115,20 @@ class Description:
         for name in self.tables:
             check_key(f"{self.origin}: the tables:", name, STEPS, "python -m tools.corpus")
         inputs, extracts = self.head.get("input", []), self.tables.get("extract", {})
-        if "output" not in self.head:
-            self._refuse('needs output = "FOLDER" before the first table')
-        if not isinstance(inputs, list):
-            self._refuse('input must be a list such as ["raw.jsonl"]')
-        for name, table in extracts.items():
-            if not isinstance(table, Mapping):
-                self._refuse(
-                    f"[extract] {name} must be in a table for its source such as "
-                    "[extract.wikipedia]"
-                )
-        if not inputs and not extracts:
-            self._refuse(
-                'needs input = ["raw.jsonl"] before the first table, or a table [extract.NAME]'
-            )
-        if not self.tables:
-            self._refuse("needs the table of a step such as [dedup]")
-
-    def _refuse(self, reason: str) -> None:
-        raise ValueError(f"{self.origin}: {reason}")
+        loose = [name for name, table in extracts.items() if not isinstance(table, Mapping)]
+        faults = {
+            'needs output = "FOLDER" before the first table': "output" not in self.head,
+            'input must be a list such as ["raw.jsonl"]': not isinstance(inputs, list),
+            f"[extract] {', '.join(loose)} must be in a table for its source such as "
+            "[extract.wikipedia]": loose,
+            'needs input = ["raw.jsonl"] before the first table, or a table [extract.NAME]': not (
+                inputs or extracts
+            ),
+            "needs the table of a step such as [dedup]": not self.tables,
+        }
+        for reason, is_so in faults.items():
+            if is_so:
+                raise ValueError(f"{self.origin}: {reason}")
 
     def jobs(self, flags: Table) -> list[Job]:
         """The jobs to run, in order.  flags: flags of steps, which override the file's.
@@ -252,42 +247,44 @@ def preflight(description: Description, jobs: Sequence[Job]) -> None:
 def as_toml(error: Exception, settings: Any) -> str:
     """The message of a step's error, with lines of a file instead of flags: append_eod = false
     instead of --no-append-eod.  settings: the step's, or their class."""
-    known = {each.name: each.type for each in fields(settings) if each.name not in OF_THE_COMMAND}
+    kinds = {each.name: each.type for each in fields(settings) if each.name not in OF_THE_COMMAND}
+    spelled = {  # --unit is a part of --unit-of-length, which comes first
+        switch(key, is_on): (key, is_on)
+        for key in sorted(kinds, key=len, reverse=True)
+        for is_on in (False, True)
+    }
 
     def in_prose(text: str) -> str:
-        for key in sorted(known, key=len, reverse=True):  # --unit is a part of --unit-of-length
-            text = text.replace(switch(key, False), setting(key, False)).replace(flag(key), key)
+        for word, (key, is_on) in spelled.items():
+            text = text.replace(word, key if is_on else setting(key, False))
         return text
 
-    def line(word: str, values: Sequence[str]) -> str:
+    def line(word: str, *values: str) -> str:
         """The line for a flag and its values; a flag that is no key stays unchanged."""
-        key = word.removeprefix("--").replace("-", "_")
-        is_on = key in known
-        if not is_on:
-            key = key.removeprefix("no_")
-        if key not in known:
+        if word not in spelled:
             return " ".join([word, *values])
-        if known[key] in (bool, bool | None):
+        key, is_on = spelled[word]
+        if kinds[key] in (bool, bool | None):
             return setting(key, is_on)
         if not values:
             return key
         typed = [*map(as_value, values)]
-        return setting(key, typed if get_origin(known[key]) is tuple else typed[0])
+        return setting(key, typed if get_origin(kinds[key]) is tuple else typed[0])
 
     if isinstance(error, CommandLineError):
         # The first line of tyro's text has the reason; the others are about a command line.
         return in_prose(str(error).partition("\n")[0])
     if not isinstance(error, UsageError):
         return in_prose(str(error))
-    text = line(error.flag, [] if error.value is None else [str(error.value)])
-    text += f": must be {in_prose(error.allowed)}"
+    given = [] if error.value is None else [str(error.value)]
+    text = line(error.flag, *given) + f": must be {in_prose(error.allowed)}"
     cures: list[list[str]] = []
     for word in error.works:
         if word.startswith("--"):
             cures.append([])
         cures[-1].append(word)
     if cures:
-        text += f"; {', '.join(line(word, values) for word, *values in cures)} works"
+        text += f"; {', '.join(line(*words) for words in cures)} works"
     return text
 
 

@@ -28,10 +28,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from megatron.data.files import write_atomically
 from megatron.data.json_lines import LONGEST_LINE, MANIFEST, WORK, find_shards, is_text, read_lines
 from megatron.errors import UsageError
 from tools.corpus import readers
+from tools.corpus.engine import write_json
 from tools.corpus.pipeline import Description, Job, RunSettings, as_toml, preflight
 from tools.corpus.settings import StepSettings, Unfinished, parse_size, program, say
 from tools.report import numbers
@@ -164,7 +164,7 @@ def estimate(
         "seed": seed,
         "steps": [asdict(each) for each in estimates],
     }
-    write_atomically(file, json.dumps(content, indent=1).encode() + b"\n")
+    write_json(file, content)
     return estimates
 
 
@@ -453,10 +453,7 @@ def print_estimates(estimates: Sequence[Estimate]) -> None:
         sizes = map(numbers.size, (each.text_out, each.disk, each.temporary, each.memory))
         times = map(numbers.duration, (each.core_seconds, each.seconds))
         rows.append((each.name, *documents, *sizes, *times))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *cells in rows:
-        aligned = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        print("  ".join([name.ljust(widths[0]), *aligned]))
+    print(numbers.aligned(rows, right=True))
     for each in estimates:
         if each.note:
             print(f"{each.name}: {each.note}")

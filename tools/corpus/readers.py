@@ -199,20 +199,6 @@ def listed(listing: Path, ranges: Sequence[tuple[int, int, int]]) -> list[Source
     ]
 
 
-def group(splits: Sequence[SourceSplit], unit_bytes: int) -> Iterator[list[SourceSplit]]:
-    """Groups of neighbours of up to --unit bytes; a larger one is a group by itself."""
-    together: list[SourceSplit] = []
-    size = 0
-    for split in splits:
-        if together and size + split.bytes > unit_bytes:
-            yield together
-            together, size = [], 0
-        together.append(split)
-        size += split.bytes
-    if together:
-        yield together
-
-
 def read(split: SourceSplit, roots: Sequence[str], format: Format, key: str) -> Iterator[Item]:
     """The documents of a piece of the input.  roots: the folders that a listing refers to."""
     if format in LINES:

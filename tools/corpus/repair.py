@@ -44,15 +44,14 @@ def repair(text: str) -> str:
         start = text.rfind("\n", done, suspect.start()) + 1 or done
         end = text.find("\n", suspect.start()) + 1 or len(text)
         line = text[start:end]
-        parts += text[done:start], _repair_line(line, is_html=0 <= markup < start)
+        is_html = 0 <= markup < start
+        if EASY.fullmatch(line) and (is_html or not chardata.HTML_ENTITY_RE.search(line)):
+            line = fixes.uncurl_quotes(line)
+        else:
+            line = ftfy.fix_text(line, unescape_html=False if is_html else "auto")
+        parts += text[done:start], line
         done = end
     return "".join([*parts, text[done:]]) if parts else text
-
-
-def _repair_line(line: str, *, is_html: bool) -> str:
-    if EASY.fullmatch(line) and (is_html or not chardata.HTML_ENTITY_RE.search(line)):
-        return fixes.uncurl_quotes(line)
-    return ftfy.fix_text(line, unescape_html=False if is_html else "auto")
 
 
 def mend_newlines(text: str) -> str:
@@ -66,7 +65,10 @@ def mend_newlines(text: str) -> str:
     width = wrap_width(lines)
     mended = lines[:1]
     for line, after in itertools.pairwise(lines):
-        mended += ("\n" if width is None else _glue(line, after, width)), after
+        glue = "\n"
+        if width and _same_paragraph(line, after) and _is_full(line, after, width):
+            glue = "" if re.search(r"\w-\Z", line) else " "
+        mended += glue, after
     return re.sub(r"\n{3,}", "\n\n", "".join(mended)).strip("\n")
 
 
@@ -91,9 +93,3 @@ def _same_paragraph(line: str, after: str) -> bool:
 
 def _is_full(line: str, after: str, width: int) -> bool:
     return len(line) + 1 + len(after.split(None, 1)[0]) > width
-
-
-def _glue(line: str, after: str, width: int) -> str:
-    if not _same_paragraph(line, after) or not _is_full(line, after, width):
-        return "\n"
-    return "" if re.search(r"\w-\Z", line) else " "

@@ -12,13 +12,14 @@ checksums.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron.config.checks import at_least
 from megatron.data.files import sha256, write_atomically
 from megatron.data.json_lines import MANIFEST, WORK
 from megatron.errors import UsageError
-from tools.corpus.scheduler import Call, open_scheduler
+from tools.corpus.scheduler import open_scheduler
 from tools.corpus.settings import program, progress, say
 from tools.report.corpus import Facts, Folder, Step, page, read_json
 
@@ -64,10 +65,10 @@ def verify(steps: Sequence[Step], workers: int) -> list[str]:
     for folder in (folder for step in steps for folder in step.folders):
         for shard in folder.manifest.get("shards", []):
             shards.append((folder.path / shard["name"], shard["sha256"]))
-    calls = [Call(find_fault, shard) for shard in shards]
+    calls = [partial(find_fault, *shard) for shard in shards]
     faults: dict[int, str] = {}
-    with open_scheduler("local", workers, 0) as scheduler, progress("verify", len(calls), 0) as bar:
-        for number, fault in scheduler.run(calls) if calls else ():
+    with open_scheduler("local", workers, 0) as run_calls, progress("verify", len(calls), 0) as bar:
+        for number, fault in run_calls(calls) if calls else ():
             bar.update()
             if fault:
                 file, _ = shards[number]

@@ -16,11 +16,12 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
@@ -35,23 +36,15 @@ HEADROOM = 1 << 30  # bytes of a job of Slurm beyond --memory: Python, libraries
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Call(NamedTuple):
-    """A function of a module, not of a program, and its arguments."""
-
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-
-
+# A partial of a function of a module, not of a program.
+Calls = Sequence[partial[Any]]
 # (number of the call, its result), in the order in which calls end; can be closed.
 Results = Generator[tuple[int, Any], None, None]
 
 
-class InProcess:
-    """One worker: this process."""
-
-    def run(self, calls: list[Call]) -> Results:
-        for number, call in enumerate(calls):
-            yield number, call.function(*call.arguments)
+def run_here(calls: Calls) -> Results:
+    for number, call in enumerate(calls):
+        yield number, call()
 
 
 DIED = (
@@ -60,54 +53,48 @@ DIED = (
 )
 
 
-class LocalPool:
-    """Processes of this machine; if one dies its pool breaks, and a new pool continues."""
+def run_in_pool(workers: int, calls: Calls) -> Results:
+    """In processes of this machine; if one dies its pool breaks, and a new pool continues."""
+    left, failures = dict(enumerate(calls)), 0
+    while left:
+        try:
+            for number, result in _attempt(workers, left):
+                del left[number]
+                failures = 0
+                yield number, result
+        except BrokenProcessPool:
+            failures += 1
+            if failures == ATTEMPTS:
+                raise RuntimeError(DIED) from None
 
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
 
-    def run(self, calls: list[Call]) -> Results:
-        left, failures = dict(enumerate(calls)), 0
-        while left:
-            try:
-                for number, result in self._attempt(left):
-                    del left[number]
-                    failures = 0
-                    yield number, result
-            except BrokenProcessPool:
-                failures += 1
-                if failures == ATTEMPTS:
-                    raise RuntimeError(DIED) from None
-
-    def _attempt(self, calls: dict[int, Call]) -> Iterator[tuple[int, Any]]:
-        # Not fork, which copies the locks of threads.  The server imports the steps' modules once:
-        # 0.3 CPU seconds, which dedup's ten stages would spend in each worker; not the program,
-        # which a worker runs anew.
-        context = multiprocessing.get_context("forkserver")
-        program = sys.modules["__main__"].__spec__
-        steps = {name for name in sys.modules if name.startswith("tools.")}
-        context.set_forkserver_preload(sorted(steps - {program.name if program else ""}))
-        workers = min(self._workers, len(calls))
-        others = set(multiprocessing.active_children())
-        ready = context.Event()
-        with ProcessPoolExecutor(workers, context, begin_work, (ready,)) as pool:
-            try:
-                futures: dict[Future[Any], int] = {
-                    pool.submit(call.function, *call.arguments): number
-                    for number, call in calls.items()
-                }
-                ready.set()  # not before: a pool that breaks while workers start would hang
-                for future in as_completed(futures):
-                    yield futures[future], future.result()
-            except BaseException as error:
-                stopped = not ready.is_set() or not isinstance(error, Exception)
-                if stopped:  # waits for the workers' end, not for their calls
-                    for worker in set(multiprocessing.active_children()) - others:
-                        worker.terminate()
-                # No call may go on beside the next run; a broken pool has ended its workers.
-                is_broken = isinstance(error, BrokenProcessPool)
-                pool.shutdown(wait=stopped or not is_broken, cancel_futures=True)
-                raise
+def _attempt(workers: int, calls: dict[int, partial[Any]]) -> Iterator[tuple[int, Any]]:
+    # Not fork, which copies the locks of threads.  The server imports the steps' modules once:
+    # 0.3 CPU seconds, which dedup's ten stages would spend in each worker; not the program,
+    # which a worker runs anew.
+    context = multiprocessing.get_context("forkserver")
+    program = sys.modules["__main__"].__spec__
+    steps = {name for name in sys.modules if name.startswith("tools.")}
+    context.set_forkserver_preload(sorted(steps - {program.name if program else ""}))
+    others = set(multiprocessing.active_children())
+    ready = context.Event()
+    with ProcessPoolExecutor(min(workers, len(calls)), context, begin_work, (ready,)) as pool:
+        try:
+            futures: dict[Future[Any], int] = {
+                pool.submit(call): number for number, call in calls.items()
+            }
+            ready.set()  # not before: a pool that breaks while workers start would hang
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException as error:
+            stopped = not ready.is_set() or not isinstance(error, Exception)
+            if stopped:  # waits for the workers' end, not for their calls
+                for worker in set(multiprocessing.active_children()) - others:
+                    worker.terminate()
+            # No call may go on beside the next run; a broken pool has ended its workers.
+            is_broken = isinstance(error, BrokenProcessPool)
+            pool.shutdown(wait=stopped or not is_broken, cancel_futures=True)
+            raise
 
 
 def begin_work(ready: Any) -> None:
@@ -129,46 +116,30 @@ def begin_work(ready: Any) -> None:
     ready.wait()
 
 
-class DaskCluster:
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    def run(self, calls: list[Call]) -> Results:
-        futures = {
-            self._client.submit(call.function, *call.arguments, pure=False): number
-            for number, call in enumerate(calls)
-        }
-        try:
-            for future in distributed.as_completed(futures):
-                yield futures[future], future.result()
-        except distributed.CancelledError:
-            raise RuntimeError("the Dask scheduler is gone; the same command goes on") from None
-        except distributed.KilledWorker:
-            self._end(list(futures))
-            raise RuntimeError(DIED) from None
-        except Exception:
-            self._end(list(futures))
-            raise
-
-    def _end(self, futures: list[Any]) -> None:
-        """Cancel calls that no worker has begun, and wait for the others, which nothing can stop:
-        they would go on writing beside the next run."""
-        begun = {key for keys in self._client.processing().values() for key in keys}
-        self._client.cancel([future for future in futures if future.key not in begun])
+def run_on_dask(client: Any, calls: Calls) -> Results:
+    futures = {client.submit(call, pure=False): number for number, call in enumerate(calls)}
+    try:
+        for future in distributed.as_completed(futures):
+            yield futures[future], future.result()
+    except distributed.CancelledError:
+        raise RuntimeError("the Dask scheduler is gone; the same command goes on") from None
+    except Exception as error:
+        # Calls that no worker has begun are cancelled.  Nothing can stop the others, which would go
+        # on writing beside the next run: they are waited for.
+        begun = {key for keys in client.processing().values() for key in keys}
+        client.cancel([future for future in futures if future.key not in begun])
         distributed.wait([future for future in futures if future.key in begun])
+        if isinstance(error, distributed.KilledWorker):
+            raise RuntimeError(DIED) from None
+        raise
 
 
 @contextlib.contextmanager
-def open_scheduler(
-    name: str, workers: int, memory: int
-) -> "Iterator[InProcess | LocalPool | DaskCluster]":
-    """memory: bytes of each job of Slurm.
-
-    `run` of what is opened raises the exception of a call that fails, and RuntimeError if workers
-    keep dying.
-    """
+def open_scheduler(name: str, workers: int, memory: int) -> Iterator[Callable[[Calls], Results]]:
+    """A function that runs calls.  It raises the exception of a call that fails, and RuntimeError
+    if workers keep dying.  memory: bytes of each job of Slurm."""
     if name == "local":
-        yield InProcess() if workers == 1 else LocalPool(workers)
+        yield run_here if workers == 1 else partial(run_in_pool, workers)
         return
     if lack := failure("dask_jobqueue" if name == "slurm" else "dask.distributed"):
         raise UsageError("--scheduler", name, f"local: {lack}")
@@ -180,7 +151,7 @@ def open_scheduler(
             raise UsageError(
                 "--scheduler", name, f"the address of a Dask scheduler that answers ({error})"
             ) from None
-        yield DaskCluster(client)
+        yield partial(run_on_dask, client)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,13 +58,12 @@ def running() -> Iterator[None]:
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        with user_errors({}):
+        # RuntimeError: such as workers that die again and again.
+        with user_errors({}, kinds=(ValueError, OSError, RuntimeError)):
             try:
                 yield
             except Unfinished as unfinished:
                 say(str(unfinished))
-            except RuntimeError as error:  # such as workers that die again and again
-                raise OSError(str(error)) from error
     except KeyboardInterrupt as stop:
         print("stopped; the same command goes on from there", file=sys.stderr)
         sys.exit(128 + (stop.args[0] if stop.args else signal.SIGINT))
@@ -79,6 +78,16 @@ def progress(label: str, total: int, done: int) -> Any:
 
 def say(message: str) -> None:
     tqdm.write(message, file=sys.stderr)
+
+
+def warn_of_unknown(flag: str, sources: Collection[str], found: Collection[str]) -> None:
+    """Warn of sources named by a flag that have no document.  found: the sources that have some."""
+    missing = [source for source in sources if source not in found]
+    if missing:
+        say(
+            f"warning: {flag} {' '.join(missing)}: no document is of this source; there are "
+            f"{', '.join(sorted(found))}"
+        )
 
 
 SIZE = re.compile(r"(\d{1,15}\.?\d*|\.\d+)([KMGT]B?|B|)", re.IGNORECASE)

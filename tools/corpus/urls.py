@@ -110,8 +110,9 @@ def run(settings: Settings) -> None:
         tasks = [Task(unit.name, (unit, parts, settings), unit.stop - unit.start) for unit in units]
         step.stage("hashes", hash_unit, tasks)
         names = tuple(unit.name for unit in units)
-        judging = [Task(f"{part:05}", (part, names, settings)) for part in range(parts)]
-        step.stage("repeats", judge_part, judging)
+        rows = rows_folder(settings)
+        judging = [Task(f"{part:05}", (rows, part, names)) for part in range(parts)]
+        step.stage("repeats", find_repeats, judging)
         results = step.stage("shards", write_unit, tasks)
         step.finish(sum_counts(results), [result["shard"] for result in results])
 
@@ -187,10 +188,6 @@ def hash_unit(unit: Unit, parts: int, settings: Settings) -> None:
         if url.fault is None and url.reason is None
     )
     write_rows(rows_folder(settings), unit.name, parts, hashes)
-
-
-def judge_part(part: int, units: Sequence[str], settings: Settings) -> None:
-    find_repeats(rows_folder(settings), part, units)
 
 
 def write_unit(unit: Unit, parts: int, settings: Settings) -> dict[str, Any]:

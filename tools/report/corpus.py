@@ -11,17 +11,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tools.corpus.files import Count, Counts, DocumentCounts, documents
 from tools.corpus.language import UNKNOWN, names
 from tools.report import sections
-from tools.report.figures import PALETTE, SERIES, draw
+from tools.report.figures import PALETTE, SERIES, Axes, draw
 from tools.report.numbers import NONE, decimal, duration, percent, size, whole
 from tools.report.sections import Figure, Grid, Number, Page, Part, Section, Share, Table, Text
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Facts = dict[str, Any]
 TITLES = {"harvest": "Collect from this Python", "dedup": "De-duplicate", "urls": "URLs"}
@@ -267,11 +264,10 @@ def headline(steps: Sequence[Step], accounts: Sequence[Accounting]) -> list[Numb
             numbers.append(Number(percent(removed), "removed as duplicates", note))
     stages = [stage for step in steps for stage in stages_of(step)]
     if stages:
-        wall = duration(sum(stage["seconds"] for stage in stages))
-        cpu = duration(sum(stage["cpu_seconds"] for stage in stages))
-        peak = size(max(stage["peak_bytes"] for stage in stages))
+        whole_cost = total("", stages)
+        wall, cpu = (duration(whole_cost[key]) for key in ("seconds", "cpu_seconds"))
         numbers.append(Number(cpu, "of CPU time", f"{wall} by the clock"))
-        numbers.append(Number(peak, "peak memory", "of one process"))
+        numbers.append(Number(size(whole_cost["peak_bytes"]), "peak memory", "of one process"))
     return numbers
 
 
@@ -291,7 +287,7 @@ def bytes_left(accounts: Sequence[Accounting]) -> Figure:
         lost = sum(loss.bytes for loss in account.losses)
         bars.append((account.step.title, account.after, lost))
 
-    def paint(axes: "Axes") -> None:
+    def paint(axes: Axes) -> None:
         for row, (_, counts, lost) in enumerate(bars):
             parts = [counts.get(source, Count()).bytes for source in largest]
             parts += [text_bytes(counts) - sum(parts), lost]
@@ -367,7 +363,7 @@ def lengths(steps: Sequence[Step]) -> Part:
     if not any(octaves.values()):
         return Text("No length was counted.", "note")
 
-    def paint(axes: "Axes") -> None:
+    def paint(axes: Axes) -> None:
         for when, colour in (("before", PALETTE["rest"]), ("after", SERIES[0])):
             lows = [int(low) for low in octaves.get(when, {})]
             heights = list(octaves.get(when, {}).values())
@@ -423,19 +419,19 @@ def similarity(step: Step) -> list[Part]:
     """Verified pairs, and the share that the bands are expected to find, by Jaccard similarity."""
     threshold = step.folders[0].manifest["settings"].get("jaccard")
 
-    def finish(axes: "Axes", what: str) -> None:
+    def finish(axes: Axes, what: str) -> None:
         if threshold is not None:
             axes.axvline(threshold, color=PALETTE["accent"], linestyle="--", linewidth=1)
         axes.set(xlabel="Jaccard similarity", ylabel=what)
         axes.grid(axis="y")
 
-    def paint_pairs(axes: "Axes") -> None:
+    def paint_pairs(axes: Axes) -> None:
         for each in bins:
             width = 0.94 * (each["to"] - each["from"])
             axes.bar(each["from"], each["pairs"], width, align="edge", color=SERIES[0])
         finish(axes, "pairs")
 
-    def paint_recall(axes: "Axes") -> None:
+    def paint_recall(axes: Axes) -> None:
         places = [point["jaccard"] for point in points]
         axes.plot(places, [point["recall"] for point in points], color=SERIES[0])
         finish(axes, "recall")
@@ -556,17 +552,18 @@ def shown(value: Any) -> str:
 
 def stages_of(step: Step) -> list[Facts]:
     """The stages of all folders of the step, merged by name."""
-    merged: dict[str, Facts] = {}
+    by_name: dict[str, list[Facts]] = {}
     for folder in step.folders:
         for stage in folder.run.get("stages", []):
-            if not stage["tasks"]:
-                continue
-            first = merged.setdefault(stage["stage"], stage)
-            if first is not stage:
-                sums = {key: first[key] + stage[key] for key in ("seconds", "cpu_seconds")}
-                peak = max(first["peak_bytes"], stage["peak_bytes"])
-                merged[stage["stage"]] = {**first, **sums, "peak_bytes": peak}
-    return list(merged.values())
+            if stage["tasks"]:
+                by_name.setdefault(stage["stage"], []).append(stage)
+    return [total(name, stages) for name, stages in by_name.items()]
+
+
+def total(name: str, stages: Sequence[Facts]) -> Facts:
+    """The costs of some stages together."""
+    sums = {key: sum(each[key] for each in stages) for key in ("seconds", "cpu_seconds")}
+    return {"stage": name, **sums, "peak_bytes": max(each["peak_bytes"] for each in stages)}
 
 
 def costs(steps: Sequence[Step]) -> Table:
@@ -580,9 +577,7 @@ def costs(steps: Sequence[Step]) -> Table:
         if not stages:
             rows.append((f"{step.title}: no run.json", NONE, NONE, NONE, NONE, NONE))
             continue
-        total = {key: sum(stage[key] for stage in stages) for key in ("seconds", "cpu_seconds")}
-        total["peak_bytes"] = max(stage["peak_bytes"] for stage in stages)
-        for cost in ({"stage": step.title, **total}, *stages):
+        for cost in (total(step.title, stages), *stages):
             cpu = cost["cpu_seconds"]
             speed = decimal(read / 1e6 / cpu, 1) if cpu >= LEAST_SECONDS else NONE
             times = (duration(cost["seconds"]), duration(cpu))

@@ -49,10 +49,10 @@ def percent(share: float | None, places: int = 1) -> str:
     return f"{100 * share:.{places}f} %"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """The rows as lines of text, with columns two blanks apart."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> str:
+    """The rows as lines of text, with columns two blanks apart. right: all columns but the first
+    are of numbers, which end below each other."""
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    widths = [f"<{first}", *(f"{'>' if right else '<'}{width}" for width in others)]
+    lines = ("  ".join(map(format, row, widths)) for row in rows)
+    return "\n".join(map(str.rstrip, lines))

@@ -17,7 +17,7 @@ from tests.dist import PATIENCE
 from tests.refusals import refused
 from tests.tools.corpus.lines import content, wait_until
 from tests.tools.corpus.steps_of_tests import TOY, corpus, run, toy
-from tools.corpus.scheduler import ATTEMPTS, HEADROOM, Call, LocalPool, open_scheduler
+from tools.corpus.scheduler import ATTEMPTS, HEADROOM, open_scheduler, run_in_pool
 from tools.corpus.settings import program
 
 ROOT = Path(__file__).parents[3]
@@ -92,8 +92,8 @@ def test_dead_workers_are_replaced(workers: int, numbers: list[int], tmp_path: P
     for attempt in range(3 if workers > 1 else 1):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        calls = [Call(die_once, (str(folder), number)) for number in numbers]
-        assert dict(LocalPool(workers).run(calls)) == dict(enumerate(numbers))
+        calls = [partial(die_once, str(folder), number) for number in numbers]
+        assert dict(run_in_pool(workers, calls)) == dict(enumerate(numbers))
 
 
 def wait_in(folder: str, number: int) -> int:
@@ -106,8 +106,8 @@ def test_workers_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     """Or they would go on writing beside the run that comes after."""
     code = (
         "from tests.tools.corpus.test_scheduler import *\n"
-        f"calls = [Call(wait_in, ({str(tmp_path)!r}, k)) for k in range(4)]\n"
-        "list(LocalPool(2).run(calls))\n"
+        f"calls = [partial(wait_in, {str(tmp_path)!r}, k) for k in range(4)]\n"
+        "list(run_in_pool(2, calls))\n"
     )
     run = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
@@ -120,10 +120,11 @@ def test_workers_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
 def test_local_work_needs_no_dask_and_one_worker_no_process() -> None:
     code = (
         "import os, sys, tools.corpus.run\n"
-        "from tools.corpus.scheduler import Call, open_scheduler\n"
+        "from functools import partial\n"
+        "from tools.corpus.scheduler import open_scheduler\n"
         "for workers in (1, 2):\n"
         "    with open_scheduler('local', workers, 1) as local:\n"
-        "        [(_, worker)] = local.run([Call(os.getpid, ())])\n"
+        "        [(_, worker)] = local([partial(os.getpid)])\n"
         "    assert (worker == os.getpid()) == (workers == 1)\n"
         "assert not {'dask', 'distributed', 'dask_jobqueue'} & {*sys.modules}\n"
     )
@@ -166,7 +167,7 @@ def test_nothing_is_at_work_after_an_error_on_a_dask_worker(
     begun, ended = (tmp_path / name for name in ("begun", "ended"))
     begun.mkdir()
     ended.mkdir()
-    calls = [Call(fail_or_write, (str(tmp_path), number)) for number in range(20)]
+    calls = [partial(fail_or_write, str(tmp_path), number) for number in range(20)]
     cancel = Client.cancel
 
     def cancel_and_note(client: Client, futures: list[Any]) -> None:
@@ -176,7 +177,7 @@ def test_nothing_is_at_work_after_an_error_on_a_dask_worker(
     monkeypatch.setattr(Client, "cancel", cancel_and_note)
     with open_scheduler(cluster, 1, 1) as dask:
         with pytest.raises(ValueError, match="the first"):
-            list(dask.run(calls))
+            list(dask(calls))
         written = {path.name for path in ended.iterdir()}
         assert {path.name for path in begun.iterdir()} == written != set()
 

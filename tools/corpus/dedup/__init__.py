@@ -19,7 +19,7 @@ which in a chain may lie below the threshold; `via` is the most similar document
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -36,14 +36,13 @@ from tools.corpus.dedup.index import FIRST_BAND, ID, TEXT, Block, Index, Part, i
 from tools.corpus.dedup.signatures import PERMUTATIONS, Bands, Shingle, Shingler
 from tools.corpus.engine import StepRun, Task, sum_counts
 from tools.corpus.files import (
-    Count,
     DocumentCounts,
     concatenate,
     documents,
     scratch_writer,
     write_shard,
 )
-from tools.corpus.settings import ShardSettings, say
+from tools.corpus.settings import ShardSettings, say, warn_of_unknown
 
 PAIRS_OF_A_TASK = 500_000
 PAIR_BYTES = 100  # memory of a candidate pair while it is merged and verified
@@ -139,12 +138,8 @@ def run(settings: Settings) -> None:
             return
         print_recall(bands, settings.jaccard)
         stages = Stages(step, settings)
-        index, accounting = stages.index()
-        if unknown := [name for name in settings.source_priority if name not in accounting.input]:
-            say(
-                f"warning: dedup: --source-priority {' '.join(unknown)}: no document has this "
-                f"source; there are {', '.join(sorted(accounting.input))}"
-            )
+        index, accounting = stages.index(bands)
+        warn_of_unknown("--source-priority", settings.source_priority, accounting.input)
         copies, ids = stages.copies(index), stages.ids(index)
         pairs, buckets = stages.pairs(index, copies)
         edges, histogram = stages.edges(index, pairs)
@@ -239,21 +234,28 @@ class Stages:
         self._settings = settings
         self._memory = settings.memory_bytes
 
-    def _folder(self, name: str) -> Path:
-        return self._step.output / WORK / f"arrays-{name}"
+    def _folder(self, stage: str) -> Path:
+        return self._step.output / WORK / f"arrays-{stage}"
 
-    def _files(self, name: str, tasks: Sequence[Task]) -> Files:
-        return tuple(self._folder(name) / f"{task.key}.npy" for task in tasks)
+    def _run(
+        self, name: str, function: Callable[..., Any], calls: Mapping[str, tuple[Any, ...]]
+    ) -> tuple[list[Any], Files]:
+        """Run a stage.  calls: arguments of each task, by its key, after the stage's own folder.
+        Returns the results, and the file KEY.npy of each task in the folder."""
+        folder = self._folder(name)
+        weights = {unit.name: unit.stop - unit.start for unit in self._step.units}
+        tasks = [
+            Task(key, (folder, *arguments), weights.get(key, 1)) for key, arguments in calls.items()
+        ]
+        results = self._step.stage(name, function, tasks)
+        return results, tuple(folder / f"{key}.npy" for key in calls)
 
-    def index(self) -> tuple[Index, DocumentCounts]:
+    def index(self, bands: Bands) -> tuple[Index, DocumentCounts]:
         """The index of the corpus, and input counts.  Raises ValueError if there is no document."""
-        step, settings, folder = self._step, self._settings, self._folder("index")
-        bands = Bands(settings.bands, settings.rows)
-        tasks = []
-        for unit in step.units:
-            arguments = (unit, settings, folder, settings.shingler, bands)
-            tasks.append(Task(unit.name, arguments, unit.stop - unit.start))
-        results = step.stage("signatures", index_unit, tasks)
+        settings, units = self._settings, self._step.units
+        arguments = (settings, settings.shingler, bands)
+        calls = {unit.name: (unit, *arguments) for unit in units}
+        results, _ = self._run("signatures", index_unit, calls)
         accounting = sum_counts(results)
         blocks = tuple(
             Block(unit, name, count)
@@ -265,7 +267,7 @@ class Stages:
                 f"--input holds no document in {documents(accounting.input)} lines; each has to "
                 'be {"text": "..."}'
             )
-        index = Index(folder, tuple(step.units), blocks)
+        index = Index(self._folder("signatures"), tuple(units), blocks)
         if len(index) >= MOST_DOCUMENTS:
             raise ValueError(f"--input holds {len(index)} documents; under 2^32 would work")
         index.save()
@@ -277,30 +279,26 @@ class Stages:
 
     def copies(self, index: Index) -> Files:
         """Documents that another of the same normalised text represents."""
-        return self._by_column("copies", candidates.find_copies, index, TEXT, candidates.ROW_BYTES)
+        parts = self._parts(index, TEXT, candidates.ROW_BYTES)
+        calls = {part.name: (index, part) for part in parts}
+        return self._run("copies", candidates.find_copies, calls)[1]
 
     def ids(self, index: Index) -> Files:
         """Documents whose id a previous one has too."""
-        return self._by_column("ids", candidates.find_equal_ids, index, ID, candidates.NAME_BYTES)
-
-    def _by_column(
-        self, name: str, function: Callable[..., int], index: Index, column: int, row_bytes: int
-    ) -> Files:
-        parts = self._parts(index, column, row_bytes)
-        tasks = [Task(part.name, (self._folder(name), index, part)) for part in parts]
-        self._step.stage(name, function, tasks)
-        return self._files(name, tasks)
+        parts = self._parts(index, ID, candidates.NAME_BYTES)
+        calls = {part.name: (index, part) for part in parts}
+        return self._run("ids", candidates.find_equal_ids, calls)[1]
 
     def pairs(self, index: Index, copies: Files) -> tuple[Files, dict[str, int]]:
         """Candidate pairs, each once, and facts of the buckets."""
-        settings, folder = self._settings, self._folder("pairs")
+        settings = self._settings
         limits = float(settings.threshold), settings.max_bucket, self._memory
-        tasks = [
-            Task(part.name, (folder, index, part, copies, *limits))
+        calls: dict[str, tuple[Any, ...]] = {
+            part.name: (index, part, copies, *limits)
             for band in range(settings.bands)
             for part in self._parts(index, FIRST_BAND + band, candidates.ROW_BYTES)
-        ]
-        results = self._step.stage("pairs", candidates.find_pairs, tasks)
+        }
+        results, _ = self._run("pairs", candidates.find_pairs, calls)
         split = sum(result["split"] for result in results)
         if split:
             say(f"warning: {split} buckets of more than {settings.max_bucket} documents were split")
@@ -309,50 +307,41 @@ class Stages:
             "largest": max(result["largest"] for result in results),
             "bound": settings.max_bucket,
         }
+        folder, count = self._folder("pairs"), sum(result["pairs"] for result in results)
         found = tuple(folder / name for result in results for name in result["files"])
-        count = sum(result["pairs"] for result in results)
         most = min(PAIRS_OF_A_TASK, self._memory // PAIR_BYTES)
         bounds = itertools.pairwise(candidates.bounds_of(found, count, most))
-        tasks = [
-            Task(f"{k:06}", (self._folder("candidates"), f"{k:06}", found, first, last))
-            for k, (first, last) in enumerate(bounds)
-        ]
-        self._step.stage("candidates", candidates.merge_pairs, tasks)
-        return self._files("candidates", tasks), buckets
+        calls = {f"{k:06}": (f"{k:06}", found, *ends) for k, ends in enumerate(bounds)}
+        return self._run("candidates", candidates.merge_pairs, calls)[1], buckets
 
     def edges(self, index: Index, pairs: Files) -> tuple[Files, list[dict[str, float]]]:
         """Pairs whose exact similarity meets the threshold, and the histogram of similarities."""
-        settings, sets, folder = self._settings, self._folder("sets"), self._folder("edges")
+        settings, sets = self._settings, self._folder("sets")
         needed = tuple(file.with_name(f"{file.stem}.needed.npy") for file in pairs)
-        tasks = [
-            Task(unit.name, (sets, index, k, needed, settings.shingler))
-            for k, unit in enumerate(index.units)
-        ]
-        self._step.stage("sets", verify.write_sets, tasks)
-        share = self._memory // 8
-        tasks = [
-            Task(file.stem, (folder, file, sets, index, settings.threshold, share))
-            for file in pairs
-        ]
-        results = self._step.stage("edges", verify.verify_pairs, tasks)
+        calls: dict[str, tuple[Any, ...]] = {
+            unit.name: (index, k, needed, settings.shingler) for k, unit in enumerate(index.units)
+        }
+        self._run("sets", verify.write_sets, calls)
+        limits = settings.threshold, self._memory // 8
+        calls = {file.stem: (file, sets, index, *limits) for file in pairs}
+        results, files = self._run("edges", verify.verify_pairs, calls)
         bins = verify.BIN
         histogram = [
             {"from": k / bins, "to": (k + 1) / bins, "pairs": n}
             for k, n in enumerate(np.sum(results, axis=0).tolist())
             if n
         ]
-        return self._files("edges", tasks), histogram
+        return files, histogram
 
     def select(self, index: Index, edges: Files, copies: Files, ids: Files) -> DedupResult:
         """Choose the documents to remove."""
         settings = self._settings
-        labels, folder = self._folder("clusters"), self._folder("removed")
-        tasks = [Task("all", (labels, len(index), edges, copies, self._memory))]
-        (clustered,) = self._step.stage("clusters", clusters.connected_components, tasks)
+        calls: dict[str, tuple[Any, ...]] = {"labels": (len(index), edges, copies, self._memory)}
+        (clustered,), (labels,) = self._run("clusters", clusters.connected_components, calls)
         parts = max(1, -(-clustered * clusters.MEMBER_BYTES // self._memory))
         task = clusters.ClusterTask(
             index=index,
-            labels=labels / "labels.npy",
+            labels=labels,
             edges=edges,
             copies=copies,
             renamed=ids,
@@ -362,15 +351,15 @@ class Stages:
             memory=self._memory,
             parts=parts,
         )
-        tasks = [Task(f"{part:04}", (folder, task, part)) for part in range(parts)]
-        results = self._step.stage("removed", clusters.select_kept, tasks)
+        calls = {f"{part:04}": (task, part) for part in range(parts)}
+        results, removed = self._run("removed", clusters.select_kept, calls)
         sources = Counter[str]()
         for result in results:
             sources.update(result["sources"])
         largest = [cluster for result in results for cluster in result["largest"]]
         largest.sort(key=lambda cluster: (-cluster["size"], cluster["kept_id"]))
         return DedupResult(
-            removed=self._files("removed", tasks),
+            removed=removed,
             clusters=sum(result["clusters"] for result in results),
             sources=sources,
             largest=largest[: clusters.LARGEST],
@@ -378,19 +367,17 @@ class Stages:
 
     def kept(self, index: Index, removed: Files) -> tuple[DocumentCounts, list[dict[str, Any]]]:
         """Write the shards and duplicates.jsonl.  Returns document counts, facts of the shards."""
-        settings, folder = self._settings, self._folder("lines")
-        tasks = [
-            Task(unit.name, (k, settings, folder, index, removed), unit.stop - unit.start)
-            for k, unit in enumerate(index.units)
-        ]
-        results = self._step.stage("shards", write_unit, tasks)
-        lines = [folder / f"{unit.name}.jsonl" for unit in index.units]
+        calls = {
+            unit.name: (k, self._settings, index, removed) for k, unit in enumerate(index.units)
+        }
+        results, files = self._run("shards", write_unit, calls)
+        lines = [file.with_suffix(".jsonl") for file in files]
         concatenate(lines, self._step.output / "duplicates.jsonl")
         return sum_counts(results), [result["shard"] for result in results]
 
 
 def write_unit(
-    number: int, settings: ShardSettings, folder: Path, index: Index, files: Files
+    folder: Path, number: int, settings: ShardSettings, index: Index, files: Files
 ) -> dict[str, Any]:
     """Write the shard of a unit's documents that stay, and its lines of duplicates.jsonl.
 
@@ -418,11 +405,11 @@ def write_unit(
                 continue  # holds no document; the index has counted it
             document, _, size, source = row
             if document in is_copy:
-                counts = accounting.dropped.setdefault(COPY if is_copy[document] else NEAR, {})
+                counts = accounting.dropped[COPY if is_copy[document] else NEAR]
             else:
                 counts = accounting.output
                 shard.write(line.content)
-            counts.setdefault(source, Count()).add(size)
+            counts[source].add(size)
             row = next(rows, None)
     assert row is None
     return {"accounting": accounting.to_json(), "shard": shard.facts}

@@ -37,7 +37,7 @@ ID, TEXT, FIRST_BAND = 0, 1, 2  # columns of keys.npy
 
 
 def index_unit(
-    unit: files.Unit, settings: StepSettings, folder: Path, shingler: Shingler, bands: Bands
+    folder: Path, unit: files.Unit, settings: StepSettings, shingler: Shingler, bands: Bands
 ) -> dict[str, Any]:
     """Write the index of a unit.
 

@@ -6,6 +6,7 @@ some range of the input.  Thus all workers are busy whether there is one shard o
 output does not depend on the number of workers.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -18,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.indexed import token_dtype
-from megatron.data.json_lines import no_text_reason, parse_json, parse_line, read_shard
+from megatron.data.json_lines import no_text_reason, parse_json
 from megatron.libraries import Library
 from tools.corpus.engine import keep_rejected
-from tools.corpus.files import Count, Counts, DocumentCounts, Unit, scratch_writer, source_of
+from tools.corpus.files import DocumentCounts, Unit, grouped, read_documents, scratch_writer
 from tools.corpus.tokenize.settings import Settings
 from tools.corpus.tokenize.writer import IndexedDatasetWriter
 
-BATCH_DOCUMENTS, BATCH_BYTES = 500, 1 << 22  # encoded in one call, whichever is reached first
+BATCH_DOCUMENTS, BATCH_BYTES = 500, 1 << 22  # encoded in one call, at most
 JOINED_TOKENS = 1 << 23  # held in memory at a time while a shard is joined
 PARTS = (".tokens", ".sizes", ".documents")  # files that a unit is encoded into
 NO_TOKEN = "without a token"
@@ -39,13 +40,6 @@ LANGUAGE = "en"  # of sentencex; docs/results/sentences.md gives reasons
 LONGEST = 5_000
 
 sentencex = Library("sentencex")
-
-
-class Passage(NamedTuple):
-    text: str
-    source: str
-    size: int
-    """Bytes of the text in UTF-8."""
 
 
 def group_units(units: Sequence[Unit], shard_bytes: int) -> list[list[Unit]]:
@@ -72,23 +66,33 @@ class Encoded(NamedTuple):
 def encode_unit(unit: Unit, settings: Settings) -> dict[str, Any]:
     """Write the unit's tokens, and the sizes of its sequences; returns its counts, for JSON."""
     accounting, empty, other_keys = DocumentCounts(), 0, Counter[str]()
-    dtype = token_dtype(settings.vocab_size)
+    dtype, no_text = token_dtype(settings.vocab_size), no_text_reason(settings.json_key)
+
+    def count_keys(line: bytes, reason: str) -> None:
+        """Count the characters of text under each other key of the first lines without text."""
+        if len(accounting.rejected) <= LINES_LOOKED_AT and reason == no_text:
+            other = parse_json(line)
+            items = other.items() if isinstance(other, dict) else ()
+            other_keys.update({k: len(v) if isinstance(v, str) else 0 for k, v in items})
+
     with ExitStack() as stack:
         tokens, sizes, sequences = (
             stack.enter_context(scratch_writer(settings.part(unit.name, suffix)))
             for suffix in PARTS
         )
-        for batch in _batches(_read_passages(unit, settings.json_key, accounting, other_keys)):
-            encoded = encode([passage.text for passage in batch], settings)
+        documents = read_documents(unit, accounting, settings.json_key, count_keys)
+        for batch in grouped(documents, lambda each: len(each.line), BATCH_BYTES, BATCH_DOCUMENTS):
+            encoded = encode([document.text for document in batch], settings)
             tokens.write(encoded.ids.astype(dtype))
             sizes.write(encoded.sizes)
             sequences.write(encoded.sequences[encoded.sequences > 0])
             empty += encoded.empty
-            for passage, count in zip(batch, encoded.sequences, strict=True):
-                left_out = accounting.dropped.setdefault(NO_TOKEN, {}) if not count else None
-                _count(accounting.output if left_out is None else left_out, passage)
+            for document, count in zip(batch, encoded.sequences, strict=True):
+                if count:
+                    accounting.keep(document.record)
+                else:
+                    accounting.drop(document.record, NO_TOKEN)
     keep_rejected(settings, unit, accounting, shown=0)
-    no_text = no_text_reason(settings.json_key)
     return {
         "accounting": accounting.to_json(),
         "empty_sentences": empty,
@@ -118,53 +122,12 @@ def sample_texts(units: Sequence[Unit], key: str) -> list[str]:
     """The beginnings of documents from all over the input.  key: key of the text in a line."""
     some = units[:: -(-len(units) // SAMPLE_UNITS)]
     return [
-        passage.text[:SAMPLE_CHARACTERS]
+        document.text[:SAMPLE_CHARACTERS]
         for unit in some
-        for passage in islice(
-            _read_passages(unit, key, DocumentCounts(), Counter()), SAMPLE_DOCUMENTS // len(some)
+        for document in islice(
+            read_documents(unit, DocumentCounts(), key), SAMPLE_DOCUMENTS // len(some)
         )
     ]
-
-
-def _read_passages(
-    unit: Unit, key: str, accounting: DocumentCounts, other_keys: Counter[str]
-) -> Iterator[Passage]:
-    """The documents of a unit; lines without one are set aside in the accounting.
-
-    other_keys: counts the characters of text under each key of the first lines that lack `key`.
-    """
-    for line in read_shard(unit.file, unit.start, unit.stop, key=key):
-        try:
-            record = parse_line(line, key)
-        except ValueError as error:
-            accounting.set_aside(unit.file, line.offset, line.content, line.fault or str(error))
-            if len(accounting.rejected) <= LINES_LOOKED_AT and str(error) == no_text_reason(key):
-                other = parse_json(line.content)
-                items = other.items() if isinstance(other, dict) else ()
-                other_keys.update({k: len(v) if isinstance(v, str) else 0 for k, v in items})
-            continue
-        text = record[key]
-        size = len(text) if text.isascii() else len(text.encode())
-        passage = Passage(text, source_of(record), size)
-        _count(accounting.input, passage)
-        yield passage
-
-
-def _batches(passages: Iterator[Passage]) -> Iterator[list[Passage]]:
-    batch: list[Passage] = []
-    size = 0
-    for passage in passages:
-        batch.append(passage)
-        size += passage.size
-        if len(batch) == BATCH_DOCUMENTS or size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _count(counts: Counts, passage: Passage) -> None:
-    counts.setdefault(passage.source, Count()).add(passage.size)
 
 
 def join_shard(number: int, units: tuple[str, ...], settings: Settings) -> dict[str, Any] | None:
@@ -236,15 +199,8 @@ def _split_line(line: str) -> Iterator[str]:
         if "".join(pieces) != window:  # not known to happen, but no text may be lost
             pieces = [window]
         if start + len(window) < len(line):  # the last piece may continue after the window
-            pieces = pieces[:-1] or [_whole_words(window)]
+            words = re.match(r".*\s", window)  # up to the last white space: no word is split
+            pieces = pieces[:-1] or [words[0] if words else window]
         length = sum(map(len, pieces))
         yield from filter(None, map(str.strip, pieces))
         start += length
-
-
-def _whole_words(window: str) -> str:
-    """The window up to its last white space, so that no word is split; all of it if it has none."""
-    for end in range(len(window), 0, -1):
-        if window[end - 1].isspace():
-            return window[:end]
-    return window

@@ -236,7 +236,12 @@ def summary(manifest: Mapping[str, Any], description: Description, rejected: Pat
     unknown = ""
     if description.unknown_tokens is not None:
         unknown = f" ({description.unknown_tokens / description.tokens:.2%} {UNKNOWN})"
-    reasons = f" in {rejected} ({_reasons(rejected)})" if _set_aside(manifest) else ""
+    reasons = ""
+    if _set_aside(manifest):
+        with rejected.open("rb") as lines:
+            found = Counter(json.loads(line)["reason"].partition(" (")[0] for line in lines)
+        listed = ", ".join(f"{count} {reason}" for reason, count in found.most_common())
+        reasons = f" in {rejected} ({listed})"
     return (
         f"{description.documents} documents, {sentences}{description.tokens} tokens{unknown}"
         f"{shards}; " + ", ".join(left_out(manifest, reasons))
@@ -290,26 +295,17 @@ def _dropped(counts: Mapping[str, Any], reason: str) -> int:
     return int(counts["dropped"].get(reason, {}).get("documents", 0))
 
 
-def _reasons(rejected: Path) -> str:
-    with rejected.open("rb") as lines:
-        reasons = Counter(json.loads(line)["reason"].partition(" (")[0] for line in lines)
-    return ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-
-
-def _verify(prefix: str) -> str:
-    report = verify(prefix)
-    compared = "as its .json says" if report.described else "no .json to compare with"
-    return (
-        f"{prefix}: sound, {compared}; {report.documents} documents, {report.sequences} sequences, "
-        f"{report.tokens} tokens, highest id {report.highest_id}"
-    )
-
-
 def main(argv: Sequence[str]) -> None:
     with running():
         if argv[:1] == ["verify"]:
             if len(argv) != 2 or argv[1].startswith("-"):
                 raise ValueError("verify takes one prefix: verify P_text_document would work")
-            print(_verify(argv[1]))
+            report = verify(argv[1])
+            compared = "as its .json says" if report.described else "no .json to compare with"
+            print(
+                f"{argv[1]}: sound, {compared}; {report.documents} documents, "
+                f"{report.sequences} sequences, {report.tokens} tokens, "
+                f"highest id {report.highest_id}"
+            )
             return
         run(parse(Settings, argv, os.environ, description=__doc__))
