@@ -80,7 +80,12 @@ def measure(configs: Iterable[PretrainConfig], mesh: Mesh) -> Timed:
     for config in configs:
         precision = config.precision.name or default_precision(mesh.device)
         steps = [
-            Step(_of_depth(config, depth), mesh.size(), precision, mesh.device.type)
+            Step(
+                replace(config, model=config.model.of_depth(depth)),
+                mesh.size(),
+                precision,
+                mesh.device.type,
+            )
             for depth in DEPTHS
         ]
         shallow, deep = _times(steps, mesh)
@@ -97,10 +102,6 @@ def measure(configs: Iterable[PretrainConfig], mesh: Mesh) -> Timed:
         halves = dict(zip(SECONDS, (*layer, *edge), strict=True))
         timed.layers.append(Layer(shape=Shape.of(steps[0]), **halves))
     return timed
-
-
-def _of_depth(config: PretrainConfig, depth: int) -> PretrainConfig:
-    return replace(config, model=config.model.of_depth(depth))
 
 
 def _times(steps: Sequence[Step], mesh: Mesh) -> list[Times]:

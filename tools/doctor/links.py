@@ -81,7 +81,8 @@ def _one_size(axis: Axis, backend: str, size: int, mesh: Mesh) -> Iterator[Findi
         "bus_bytes_per_second": bus,
         "right": not wrong,
     }
-    name = f"{axis.name} axis, {told_size(size)}"
+    unit, letters = next(pair for pair in UNITS if size >= pair[0])
+    name = f"{axis.name} axis, {size // unit} {letters}"
     text = f"{axis.size} ranks, {backend}: {1e3 * slowest:.3f} ms, {bus / 1e9:.3f} GB/s"
     yield Fact(name, record, text + (" and a WRONG SUM" if wrong else ""))
     if wrong:
@@ -142,8 +143,3 @@ def _calls(axis: Axis, size: int, device: torch.device) -> Mapping[str, Callable
         pass_on = start_receive if axis.rank else start_send
         calls["message"] = lambda: pass_on(whole, axis, 1 - axis.rank, "a measured message")()
     return calls
-
-
-def told_size(size: int) -> str:
-    unit, name = next(pair for pair in UNITS if size >= pair[0])
-    return f"{size // unit} {name}"

@@ -56,17 +56,11 @@ def versions() -> Iterator[Finding]:
     if driver.exists():
         yield Fact("NVIDIA driver", driver.read_text().splitlines()[0])
     for package in NEEDED + OPTIONAL:
-        version = _version(package)
+        found = importlib.metadata.distributions(name=package)
+        version = next((each.version for each in found), None)
         yield Fact(package, version, version or "not installed")
         if version is None and package in NEEDED:
             yield Problem(f"{package} is not installed", f"pip install {package}", is_needed=True)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def libraries(device: torch.device) -> dict[str, Callable[[], Iterator[Finding]]]:
@@ -139,22 +133,8 @@ def _encoder() -> Iterator[Finding]:
 def devices(device: torch.device, processes: int) -> Iterator[Finding]:
     """processes: of the run on this machine."""
     yield Fact("host", socket.gethostname())
-    yield from _processor(device, processes)
-    for number in range(torch.cuda.device_count()):
-        yield Fact(f"GPU {number}", *_gpu(number))
-    if not torch.cuda.is_available():
-        yield Fact("GPU", None, "none that torch can use")
-    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-    backends = [name for name, is_there in there.items() if is_there]
-    yield Fact("backends", backends, ", ".join(backends))
-    yield Fact("a run computes on", str(device))
-    yield Fact("default precision", default_precision(device))
-
-
-def _processor(device: torch.device, processes: int) -> Iterator[Finding]:
-    capabilities = torch.cpu.get_capabilities()
-    features = [name for name in FEATURES if capabilities.get(name)]
-    yield Fact("CPU", _cpu_name())
+    features = [name for name in FEATURES if torch.cpu.get_capabilities().get(name)]
+    yield Fact("CPU", processor())
     yield Fact("CPU features", features, ", ".join(features) or "none that matter here")
     yield Fact("cores for this process", available := cores())
     threads = torch.get_num_threads()
@@ -164,6 +144,25 @@ def _processor(device: torch.device, processes: int) -> Iterator[Finding]:
         yield Problem(f"{what}idle", f"OMP_NUM_THREADS={available // processes} before the command")
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield Fact("memory", memory, f"{memory / 1e9:.0f} GB")
+    for number in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(number)
+        free, total = torch.cuda.mem_get_info(number)
+        record = {
+            "name": facts.name,
+            "bytes": total,
+            "free_bytes": free,
+            "capability": [facts.major, facts.minor],
+        }
+        text = f"{facts.name}, {total / 1e9:.0f} GB ({free / 1e9:.0f} free), "
+        text += f"compute capability {facts.major}.{facts.minor}"
+        yield Fact(f"GPU {number}", record, text)
+    if not torch.cuda.is_available():
+        yield Fact("GPU", None, "none that torch can use")
+    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    backends = [name for name, is_there in there.items() if is_there]
+    yield Fact("backends", backends, ", ".join(backends))
+    yield Fact("a run computes on", str(device))
+    yield Fact("default precision", default_precision(device))
 
 
 def cores() -> int:
@@ -171,51 +170,33 @@ def cores() -> int:
     return (len(os.sched_getaffinity(0)) if LINUX else os.cpu_count()) or 1
 
 
-def _cpu_name() -> str:
+def processor() -> str:
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.exists() else []
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
 
 
-def _gpu(number: int) -> tuple[dict[str, object], str]:
-    facts = torch.cuda.get_device_properties(number)
-    free, total = torch.cuda.mem_get_info(number)
-    text = (
-        f"{facts.name}, {total / 1e9:.0f} GB ({free / 1e9:.0f} free), "
-        f"compute capability {facts.major}.{facts.minor}"
-    )
-    record = {
-        "name": facts.name,
-        "bytes": total,
-        "free_bytes": free,
-        "capability": [facts.major, facts.minor],
-    }
-    return record, text
-
-
-def _unwritable(folder: Path) -> str | None:
-    """The reason why an existing folder cannot be written to, found by trying, or None."""
-    if not folder.is_dir():
-        return "is a file"
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        return f"cannot be written to: {error.strerror}"
-    return None
-
-
 def limits(save: str, device: torch.device) -> Iterator[Finding]:
     """save: the folder of --save, which need not exist yet."""
-    yield from _open_files()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+    yield Fact("open files", soft, f"{soft} (at most {most})")
+    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
+        cure = f"ulimit -n {OPEN_FILES} in the shell that starts the run"
+        if most.isdecimal() and hard < OPEN_FILES:
+            cure += f", once the administrator has raised the hard limit from {hard}"
+        yield Problem(f"only {soft} files may be open at once", cure)
     folder = Path(save).absolute()
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     yield Fact("free disk of --save", free, f"{free / 1e9:.1f} GB at {folder}")
-    if reason := _unwritable(folder):
-        cure = "another folder for --save"
-        yield Problem(f"--save {save}: {folder} {reason}", cure, is_needed=True)
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        what = f"--save {save}: {folder} cannot be written to: {error.strerror}"
+        yield Problem(what, "another folder for --save", is_needed=True)
     if free < SMALL_DISK:
         cure = "free some, or another disk for --save; a checkpoint takes 12 to 14 bytes a weight"
         yield Problem(f"--save {save}: {free / 1e9:.2f} GB of the disk are free", cure)
@@ -228,17 +209,6 @@ def limits(save: str, device: torch.device) -> Iterator[Finding]:
             yield Problem(f"{shared} has {size / 1e6:.0f} MB, which NCCL may outgrow", cure)
 
 
-def _open_files() -> Iterator[Finding]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
-    yield Fact("open files", soft, f"{soft} (at most {most})")
-    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
-        cure = f"ulimit -n {OPEN_FILES} in the shell that starts the run"
-        if most.isdecimal() and hard < OPEN_FILES:
-            cure += f", once the administrator has raised the hard limit from {hard}"
-        yield Problem(f"only {soft} files may be open at once", cure)
-
-
 def environment(environ: Mapping[str, str]) -> Iterator[Finding]:
     for name, value in sorted(environ.items()):
         if name in VARIABLES or name.startswith(PREFIXES):
@@ -249,20 +219,16 @@ def speed(device: torch.device) -> Iterator[Finding]:
     """Billions of operations a second of a matmul in each dtype."""
     size = PRODUCT[device.type]
     for name, dtype in DTYPES.items():
-        rate = _product_rate(torch.ones(size, size, dtype=dtype, device=device))
+        matrix = torch.ones(size, size, dtype=dtype, device=device)
+        matmul(matrix, matrix)  # the first run makes what later ones use again
+        count, spent = 0, 0.0
+        start = time.perf_counter()
+        while spent < SECONDS:
+            matmul(matrix, matrix)
+            count += 1
+            if matrix.is_cuda:
+                torch.cuda.synchronize()
+            spent = time.perf_counter() - start
+        rate = count * 2 * size**3 / spent
         text = f"{rate / 1e9:.0f} GFLOP/s, {size} x {size} x {size}"
         yield Fact(f"product, {name}", {"flops_per_second": rate, "size": size}, text)
-
-
-def _product_rate(matrix: torch.Tensor) -> float:
-    """Operations a second, measured over at least SECONDS."""
-    matmul(matrix, matrix)  # the first run makes what later ones use again
-    count, spent = 0, 0.0
-    start = time.perf_counter()
-    while spent < SECONDS:
-        matmul(matrix, matrix)
-        count += 1
-        if matrix.is_cuda:
-            torch.cuda.synchronize()
-        spent = time.perf_counter() - start
-    return count * 2 * matrix.shape[0] ** 3 / spent

@@ -25,9 +25,8 @@ from typing import Any
 if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.config.parse import parse, user_errors
 from megatron.huggingface.config import HuggingFaceConfig, HuggingFaceMaskedConfig
-from tools.experiments import results
+from tools.experiments import results, runner
 from tools.experiments.runner import ROOT
 from tools.report.numbers import percent
 from tools.report.sections import Page, Section, Table
@@ -360,12 +359,10 @@ def table(rows: Sequence[Row]) -> Table:
     return Table(head, lines, left=(0, 1, 2, len(head) - 1))
 
 
-def main() -> None:
-    with user_errors({}):
-        settings = parse(Settings, sys.argv[1:], {}, prog=PROGRAM, description=__doc__ or "")
-        _, without = architectures()
-        print(report([*rows()], without, settings))
+def run(settings: Settings) -> None:
+    _, without = architectures()
+    print(report([*rows()], without, settings))
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(Settings, run, PROGRAM, __doc__)

@@ -15,21 +15,17 @@ if sys.hexversion < 0x30B0000:
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config.checks import positive
-from megatron.config.parse import parse, user_errors
+from megatron.config.parse import parse
 from megatron.data.files import write_atomically
-from tools.experiments import results
+from tools.experiments import results, runner
 from tools.experiments.runner import ROOT
-from tools.report.figures import SERIES, picture
+from tools.report.figures import SERIES, Axes, picture
 from tools.report.sections import Page, Section, Table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PROGRAM = "tools/experiments/context_memory.py"
 LAYOUTS = ((1, "a2a"), (2, "a2a"), (2, "p2p"), (4, "a2a"), (4, "p2p"))
@@ -74,7 +70,7 @@ def memory(settings: Settings) -> Memory:
     return found
 
 
-def draw(axes: "Axes", lengths: tuple[int, ...], found: Memory) -> None:
+def draw(axes: Axes, lengths: tuple[int, ...], found: Memory) -> None:
     for colour, (name, values) in zip(SERIES, found.items(), strict=False):
         axes.plot(lengths, values, "o--" if "p2p" in name else "o-", color=colour, label=name)
     axes.set(xlabel="tokens of a sample", ylabel="GiB of a rank, at most")
@@ -101,14 +97,9 @@ def report(settings: Settings) -> str:
     return results.write_measured(settings.output, "context_memory", page, found, PROGRAM)
 
 
-def main() -> None:
-    with user_errors({}):
-        run(parse(Settings, sys.argv[1:], {}, prog=PROGRAM, description=__doc__ or ""))
-
-
 def run(settings: Settings) -> None:
     print(report(settings))
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(Settings, run, PROGRAM, __doc__)

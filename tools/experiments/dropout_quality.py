@@ -17,19 +17,15 @@ if sys.hexversion < 0x30B0000:
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.config.parse import parse, user_errors
 from megatron.errors import UsageError
-from tools.experiments import results
+from tools.experiments import results, runner
 from tools.experiments.runner import ROOT
 from tools.report.sections import Page, Section, Table
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PROGRAM = "tools/experiments/dropout_quality.py"
 P = 0.1  # of dropout
@@ -46,8 +42,8 @@ class Settings:
     """Folder for the result."""
 
 
-def kept(keys: "Tensor", columns: int) -> "Tensor":
-    """The mask minus its mean, in standard deviations, [rows, columns]."""
+def kept(keys: Any, columns: int) -> Any:
+    """The mask of these keys [rows] minus its mean, in standard deviations, [rows, columns]."""
     import torch
 
     from megatron.parallel import dropout
@@ -96,11 +92,6 @@ def quality(rows: int, columns: int) -> dict[str, float]:
     return {name: float(each) for name, each in found.items()}
 
 
-def main() -> None:
-    with user_errors({}):
-        run(parse(Settings, sys.argv[1:], {}, prog=PROGRAM, description=__doc__ or ""))
-
-
 def run(settings: Settings) -> None:
     if settings.rows % 256 or settings.rows < 512:
         raise UsageError("--rows", settings.rows, "a multiple of 256 from 512 on")
@@ -131,4 +122,4 @@ def report(settings: Settings) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(Settings, run, PROGRAM, __doc__)

@@ -18,11 +18,12 @@ from itertools import pairwise
 from math import exp, hypot
 from operator import gt, lt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.config.checks import positive
 from megatron.config.presets import find_preset
 from megatron.data.files import write_atomically
 from megatron.errors import UsageError
@@ -33,12 +34,10 @@ from tools.experiments.results import Facts, millions, standard_error
 from tools.experiments.runner import ROOT, Machine, Stage, Stamps, Word
 from tools.report import figures
 from tools.report.corpus import read_json
+from tools.report.figures import Axes
 from tools.report.numbers import decimal, duration, percent, whole
 from tools.report.sections import Items, Page, Section, Table
 from tools.train_tokenizer import check_vocab_size
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 ticker = Library("matplotlib.ticker")
 
@@ -53,7 +52,6 @@ class Settings(runner.Settings):
     data: Path
     """Folder laid out as MEGATRON_TEST_DATA."""
     output: Path = ROOT / "runs" / "figure6"
-    """Folder for all output."""
     sizes: tuple[str, ...] = ("2x64", "4x128", "6x256")
     """Transformer layers and hidden size of each model, the smaller before the larger."""
     preset: Path = ROOT / "scripts" / "presets" / "figure6.toml"
@@ -64,13 +62,9 @@ class Settings(runner.Settings):
     """Stride of WikiText103's window; the paper's is 32."""
 
 
-def main() -> None:
-    runner.main(Settings, run, PROGRAM, __doc__)
-
-
 def run(settings: Settings) -> None:
     stages.check_files(settings.data, stages.FILES)
-    stages.check_counts(overlapping_eval=settings.overlapping_eval)
+    positive(settings, "overlapping_eval")
     check_vocab_size(settings.vocab_size)
     runner.run_experiment(settings, PROGRAM, list_stages, report, "figure6")
 
@@ -107,15 +101,13 @@ def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
         )
     evaluations = []
     for task in TASKS:
-        flags = stages.zero_shot_flags(task, settings.data, settings.overlapping_eval)
         folders = [output / "runs" / name for name in sizes]
-        records = [each / f"{task}.json" for each in folders]
-        commands = [
-            stages.evaluate(task, each / "checkpoints", flags, record, machine.cores)
-            for each, record in zip(folders, records, strict=True)
-        ]
-        inputs = [settings.data / stages.EVALUATION_FILES[task]]
-        evaluations.append(Stage(name=task, commands=commands, inputs=inputs, outputs=records))
+        records = {each / "checkpoints": each / f"{task}.json" for each in folders}
+        evaluations.append(
+            stages.zero_shot_stage(
+                task, settings.data, settings.overlapping_eval, records, machine.cores
+            )
+        )
     text, cores = corpus / "split" / "train", machine.cores
     return [
         *stages.article_stages(settings.data, corpus, cores),
@@ -135,7 +127,7 @@ def report(settings: Settings, _: Stamps | None = None) -> str:
         results.explain_lambada(runs[-1]["lambada"]),
     ]
 
-    def paint(axes: "Axes") -> None:
+    def paint(axes: Axes) -> None:
         draw_perplexities(axes, runs)
 
     caption = "Validation perplexity by iteration"
@@ -214,7 +206,7 @@ def training_table(runs: Sequence[Facts]) -> Table:
     return Table(head, rows)
 
 
-def draw_perplexities(axes: "Axes", runs: Sequence[Facts]) -> None:
+def draw_perplexities(axes: Axes, runs: Sequence[Facts]) -> None:
     """Validation perplexity over iterations, on a logarithmic scale."""
     for number, run in enumerate(runs):
         steps, losses = zip(*run["validation_curve"], strict=True)
@@ -314,4 +306,4 @@ def first_step(curve: Iterable[Sequence[float]], loss: float) -> float | None:
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(Settings, run, PROGRAM, __doc__)

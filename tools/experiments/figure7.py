@@ -17,7 +17,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -33,10 +33,8 @@ from tools.experiments.results import Facts
 from tools.experiments.runner import ROOT, Command, Machine, Stage, Stamps, Word, python
 from tools.report import curves, figures
 from tools.report.corpus import read_json
+from tools.report.figures import Axes
 from tools.report.sections import Page, Section, Table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 lines = Library("matplotlib.lines")
 
@@ -60,7 +58,6 @@ class Settings(runner.Settings):
     """Folder with the articles of RACE, laid out as MEGATRON_TEST_DATA; without it, the English
     text of this Python installation is used."""
     output: Path = ROOT / "runs" / "figure7"
-    """Folder for all output."""
     depths: tuple[int, ...] = (6, 12, 24, 48)
     """Transformer layers."""
     rates: tuple[float, ...] = (1e-3,)
@@ -69,10 +66,6 @@ class Settings(runner.Settings):
     """Settings of model and training that all runs share (TOML)."""
     vocab_size: int = 2048
     """Size of the WordPiece vocabulary that is trained."""
-
-
-def main() -> None:
-    runner.main(Settings, run, PROGRAM, __doc__)
 
 
 def run(settings: Settings) -> None:
@@ -160,7 +153,7 @@ def report(settings: Settings, _: Stamps | None = None) -> str:
     depths, rates = len(settings.depths), len(settings.rates)
     size = (2.9 * depths + 0.6, 2.8 * rates + 0.7)
 
-    def paint(axes: "Axes") -> None:
+    def paint(axes: Axes) -> None:
         draw_pairs(axes, pairs, rates, depths)
 
     figure = figures.draw(paint, "Masked-token loss by step", size)
@@ -228,7 +221,7 @@ def loss_in_words(run: Facts, kind: str) -> str:
     return "not finite" if run[kind] is None else f"{run[kind]:.3f}"
 
 
-def draw_pairs(axes: "Axes", pairs: Sequence[Sequence[Facts]], rates: int, depths: int) -> None:
+def draw_pairs(axes: Axes, pairs: Sequence[Sequence[Facts]], rates: int, depths: int) -> None:
     """A panel for each depth, a row for each rate, in place of the axes."""
     figure = axes.figure
     figure.clear()
@@ -274,4 +267,4 @@ def drawn_losses(run: Facts) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(Settings, run, PROGRAM, __doc__)

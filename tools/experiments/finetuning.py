@@ -44,11 +44,6 @@ class Settings(runner.Settings):
     settings: str = " ".join(SETTINGS.split())
     """Further flags of tasks/main.py, as one word."""
     output: Path = ROOT / "runs" / "finetuning"
-    """Folder for all output."""
-
-
-def main() -> None:
-    runner.main(Settings, run, PROGRAM, __doc__)
 
 
 def run(settings: Settings) -> None:
@@ -108,4 +103,4 @@ def report(settings: Settings, _: object = None) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(Settings, run, PROGRAM, __doc__)

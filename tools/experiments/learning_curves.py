@@ -31,11 +31,12 @@ from itertools import accumulate, product
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.config.checks import positive
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.files import write_atomically
 from megatron.errors import UsageError
@@ -44,10 +45,8 @@ from tools.experiments import results, runner, stages
 from tools.experiments.results import Facts
 from tools.experiments.runner import ROOT, Command, Machine, Processes, Stage, StageError, Word
 from tools.report import figures
+from tools.report.figures import Axes
 from tools.report.sections import Figure, Page, Section, Table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PROGRAM = "tools/experiments/learning_curves.py"
 COMMON = """--split 1,0,0 --min-lr 1e-4 --lr-warmup-iters 50 --micro-batch-size 4
@@ -93,7 +92,6 @@ class Settings(runner.Settings):
     data_path: Path = ROOT / "runs" / "quickstart" / "data" / "train_text_document"
     """Prefix of the data set; by default, that of a finished scripts/quickstart.sh."""
     output: Path = ROOT / "runs" / "learning_curves"
-    """Folder for all output."""
     steps: int = 500
     """Steps of every run."""
     seeds: int = 1
@@ -119,12 +117,8 @@ class Run:
         return f"{self.group}, {self.name}"
 
 
-def main() -> None:
-    runner.main(Settings, run, PROGRAM, __doc__)
-
-
 def run(settings: Settings) -> None:
-    stages.check_counts(steps=settings.steps, seeds=settings.seeds)
+    positive(settings, "steps", "seeds")
     names = dict.fromkeys(each.name for each in every_run(settings))
     for name in settings.runs:
         if name not in names:
@@ -354,7 +348,7 @@ def lead(runs: Sequence[Facts], steps: int) -> str:
 
 
 def draw_gaps(runs: Sequence[Facts]) -> Figure:
-    def paint(axes: "Axes") -> None:
+    def paint(axes: Axes) -> None:
         for number, each in enumerate(runs):
             gaps = list(accumulate(each["gaps"], max))
             colour = figures.SERIES[number % len(figures.SERIES)]
@@ -367,4 +361,4 @@ def draw_gaps(runs: Sequence[Facts]) -> Figure:
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(Settings, run, PROGRAM, __doc__)

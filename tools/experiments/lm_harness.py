@@ -21,6 +21,7 @@ if sys.hexversion < 0x30B0000:
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,7 +35,7 @@ from megatron.errors import UsageError
 from megatron.libraries import Library
 from megatron.libraries import load as load_library
 from tools.experiments import results, runner, stages
-from tools.experiments.runner import ROOT, Command, Machine, Stage, StageError, Word
+from tools.experiments.runner import ROOT, Machine, Stage, StageError, Word
 from tools.report.corpus import read_json
 from tools.report.sections import Page, Section, Table
 
@@ -64,11 +65,6 @@ class Settings(runner.Settings):
     tokenizer: Path = runner.DATA / "gpt2"
     """Folder with vocab.json and merges.txt, for a model that is made."""
     output: Path = ROOT / "runs" / "lm_harness"
-    """Folder for all output."""
-
-
-def main() -> None:
-    runner.main(Settings, run, PROGRAM, __doc__)
 
 
 def run(settings: Settings) -> None:
@@ -93,6 +89,7 @@ def check_libraries() -> None:
 
 def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
     """The model, if none is given, its export, and the three ways."""
+    call = partial(runner.call, "tools.experiments.lm_harness")
     output, files = settings.output, [settings.lambada_data, settings.wikitext_data]
     found, load = [], settings.load
     if load is not None:
@@ -103,7 +100,7 @@ def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
         for name, file in zip(VOCABULARY, vocabulary(settings), strict=True):
             own += [name, file]
         commands = [
-            call("make_model", files[0], settings.tokenizer, made, cores=machine.cores),
+            call("make_model", files[0], settings.tokenizer, made, threads=machine.cores),
             runner.python("tools/convert_hf.py", "import", "--from", made, "--output", load, *own),
         ]
         found.append(
@@ -129,7 +126,7 @@ def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
     local: list[Word] = ["--lambada-data", files[0], "--wikitext-data", files[1]]
     words = ["--load", load, "--tasks", ",".join(TASKS), *local, "--output", theirs]
     tool = runner.python("tools/lm_harness.py", *words, threads=machine.cores, is_quiet=True)
-    ask = call("ask_harness", exported, *files, own_model, cores=machine.cores)
+    ask = call("ask_harness", exported, *files, own_model, threads=machine.cores)
     found.append(
         Stage(
             name="export",
@@ -148,10 +145,6 @@ def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
         on_cpu = [replace(each, environ={**each.environ, **NO_GPU}) for each in commands]
         found.append(Stage(name=name, commands=on_cpu, inputs=inputs, outputs=outputs))
     return found
-
-
-def call(function: str, *words: Word, cores: int) -> Command:
-    return runner.call("tools.experiments.lm_harness", function, *words, threads=cores)
 
 
 def make_model(passages: str, tokenizer: str, output: str) -> None:
@@ -225,4 +218,4 @@ def figures(record: results.Facts, place: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(Settings, run, PROGRAM, __doc__)

@@ -20,6 +20,7 @@ from typing import Any
 if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.config.checks import positive
 from megatron.config.presets import find_preset
 from megatron.config.pretrain import PretrainBertConfig
 from megatron.data.json_lines import MANIFEST
@@ -64,7 +65,6 @@ class Settings(runner.Settings):
     data: Path
     """Folder laid out as MEGATRON_TEST_DATA."""
     output: Path = ROOT / "runs" / "miniature"
-    """Folder for all output."""
     gpt2_preset: Path = PRESETS / "miniature_gpt2.toml"
     """Settings of GPT-2 and its training (TOML)."""
     bert_preset: Path = PRESETS / "miniature_bert.toml"
@@ -81,17 +81,9 @@ class Settings(runner.Settings):
     """Passages of RACE to evaluate on."""
 
 
-def main() -> None:
-    runner.main(Settings, run, PROGRAM, __doc__)
-
-
 def run(settings: Settings) -> None:
     stages.check_files(settings.data, stages.FILES)
-    stages.check_counts(
-        race_train=settings.race_train,
-        race_dev=settings.race_dev,
-        overlapping_eval=settings.overlapping_eval,
-    )
+    positive(settings, "race_train", "race_dev", "overlapping_eval")
     check_vocab_size(settings.vocab_size)
     runner.run_experiment(settings, PROGRAM, list_stages, report, "report", MINUTES)
 
@@ -112,17 +104,14 @@ def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
             stages.pretrain_stage(kind, kind, preset, tensor, packed, folder, machine),
         ]
 
-    train_data = stages.data_prefix(output / "gpt2", "gpt2")
-    tasks: dict[str, list[Word]] = {
-        "heldout": ["--input", text / "valid", "--train-data", train_data],
-        "wikitext103": stages.zero_shot_flags("wikitext103", data, settings.overlapping_eval),
-        "lambada": stages.zero_shot_flags("lambada", data, settings.overlapping_eval),
-    }
-    for task, flags in tasks.items():
-        record = output / f"{task}.json"
-        command = stages.evaluate(task, output / "gpt2" / "checkpoints", flags, record, cores)
-        inputs = [data / stages.EVALUATION_FILES[task]] if task != "heldout" else []
-        listed.append(Stage(name=task, commands=[command], inputs=inputs, outputs=[record]))
+    checkpoints, record = output / "gpt2" / "checkpoints", output / "heldout.json"
+    flags = ["--input", text / "valid", "--train-data", stages.data_prefix(output / "gpt2", "gpt2")]
+    heldout = stages.evaluate("heldout", checkpoints, flags, record, cores)
+    listed.append(Stage(name="heldout", commands=[heldout], outputs=[record]))
+    for task in stages.EVALUATION_FILES:
+        records = {checkpoints: output / f"{task}.json"}
+        stride = settings.overlapping_eval
+        listed.append(stages.zero_shot_stage(task, data, stride, records, cores))
 
     folder, record = output / "race", output / "race.json"
     archives = {"train": data / stages.RACE_TRAIN, "dev": data / stages.RACE_DEV}
@@ -208,6 +197,12 @@ def make_page(facts: Facts, losses: Sequence[Part]) -> Page:
     ]
     table_3 = results.table_3([(f"this run, {parameters}", wikitext, lambada)])
     held_out_table = results.held_out_table(held_out, "held-out articles of RACE")
+    rows = [
+        (name, duration(taken), f"{MINUTES[name]:g} min")
+        for name, taken in facts["seconds"].items()
+    ]
+    rows.append(("in all", duration(seconds), f"{sum(MINUTES.values()):g} min"))
+    times = Table(("stage", "took", "planned, on two cores"), rows, marked=[len(rows) - 1])
     leakage = leakage_table(corpus["decontaminate"]["leakage"])
     return Page(
         "The paper in miniature",
@@ -222,7 +217,7 @@ def make_page(facts: Facts, losses: Sequence[Part]) -> Page:
             Section("Training", [training_table(facts["training"]), *losses]),
             Section("Corpus", [accounting_of(corpus)]),
             Section("Evaluation text in the corpus", [leakage]),
-            Section("Time", [time_table(facts["seconds"])]),
+            Section("Time", [times]),
             results.command_section(facts["commands"]),
         ],
         numbers,
@@ -301,12 +296,5 @@ def leakage_table(leakage: Mapping[str, Facts]) -> Table:
     return Table(("evaluation set", "8-grams", "found in the corpus", "after the cuts"), rows)
 
 
-def time_table(seconds: Mapping[str, float]) -> Table:
-    rows = [(name, duration(taken), f"{MINUTES[name]:g} min") for name, taken in seconds.items()]
-    planned = f"{sum(MINUTES.values()):g} min"
-    rows.append(("in all", duration(sum(seconds.values())), planned))
-    return Table(("stage", "took", "planned, on two cores"), rows, marked=[len(rows) - 1])
-
-
 if __name__ == "__main__":
-    main()
+    runner.main(Settings, run, PROGRAM, __doc__)

@@ -72,7 +72,6 @@ class Settings(runner.Settings):
     tensor_model_parallel_size: int = 2
     """Processes that share the model."""
     output: Path = ROOT / "runs" / "quickstart"
-    """Folder for all output."""
     preset: Path = ROOT / "scripts" / "presets" / "quickstart.toml"
     """Settings of model and training (TOML)."""
     train_iters: int | None = None
@@ -83,10 +82,6 @@ class Settings(runner.Settings):
     """GPT-2's vocab.json or one like it, instead of training a tokenizer."""
     merge_file: Path | None = None
     """The merges.txt that belongs to --vocab-file."""
-
-
-def main() -> None:
-    runner.main(Settings, run, PROGRAM, __doc__)
 
 
 def run(settings: Settings) -> None:
@@ -337,4 +332,4 @@ def as_text(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(Settings, run, PROGRAM, __doc__)

@@ -6,6 +6,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -126,6 +127,7 @@ def origin_facts(program: str) -> Facts:
     import torch
 
     from megatron.train.machine import commit
+    from tools.doctor.machine import processor
 
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     whole = commit() or "none"
@@ -139,17 +141,6 @@ def origin_facts(program: str) -> Facts:
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
-
-
-def processor() -> str:
-    file = Path("/proc/cpuinfo")
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return platform.machine()

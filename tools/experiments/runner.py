@@ -51,7 +51,7 @@ EXCEPTION = re.compile(r"(\[rank\d+\]: )?(\w+\.)*(?P<said>\w*(Error|Exception)\b
 
 Word = str | int | float | Path
 Stamps = dict[str, dict[str, Any]]  # by name of the stage: seconds, commands, sizes of outputs
-S = TypeVar("S", bound="Settings")
+S = TypeVar("S")  # settings of an experiment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,7 @@ class Settings:
     """Settings of every experiment; its class adds its own."""
 
     output: Path
+    """Folder for all output."""
     fresh: bool = False
     """Start over instead of reusing finished stages."""
     plan_only: bool = False
@@ -266,7 +267,11 @@ def run_stages(
     run of the program left in the folder, these files included.
     Raises UsageError for a folder with other files, StageError if a command fails.
     """
-    claim_output_dir(output, program)
+    mark = output / STAMPS / OWNER  # it stays, whatever else is removed or interrupted
+    is_own = mark.is_file() and mark.read_text(encoding="utf-8") == program
+    if not is_own and output.exists() and (output.is_file() or any(output.iterdir())):
+        raise UsageError("--output", output, f"a new folder, or one that {program} wrote")
+    write_atomically(mark, program.encode())
     if fresh:
         clear(output, [*results, *(path for stage in stages for path in stage.outputs)])
     stamp_files = [output / STAMPS / f"{stage.name}.json" for stage in stages]
@@ -303,15 +308,6 @@ def run_stages(
         print(f"{title}: {duration(stamp['seconds'])}", flush=True)
         stamps[stage.name] = stamp
     return stamps
-
-
-def claim_output_dir(output: Path, program: str) -> None:
-    """Mark the folder as the program's; the mark stays, whatever else is removed or interrupted."""
-    mark = output / STAMPS / OWNER
-    is_own = mark.is_file() and mark.read_text(encoding="utf-8") == program
-    if not is_own and output.exists() and (output.is_file() or any(output.iterdir())):
-        raise UsageError("--output", output, f"a new folder, or one that {program} wrote")
-    write_atomically(mark, program.encode())
 
 
 def clear(output: Path, paths: Iterable[Path]) -> None:
@@ -356,7 +352,10 @@ def run_commands(name: str, commands: Sequence[Command], output: Path) -> None:
                 with contextlib.suppress(OSError):  # such as a full disk, which is reported below
                     write_atomically(log, running.tail)
                 if not is_accepted:
-                    advice = advice_on_full_disk(output) or f"more in {to_open(log)}"
+                    advice, free = f"more in {to_open(log)}", shutil.disk_usage(output).free
+                    if free <= FULL_DISK:
+                        advice = f"only {size(free)} are free in {output}: free some, and run the "
+                        advice += "same command again"
                     raise StageError(
                         f"stage {name} failed: {cause(running.tail, status)}; {advice}\n"
                         f"to repeat it: cd {shlex.quote(str(ROOT))} && {running.command}"
@@ -375,10 +374,14 @@ class Running:
         self.unfinished = b""  # line of a labelled command
         self.is_held_back = False
         stdout = subprocess.PIPE if command.label else None
+        # For progress bars in a pipe: the width; rare updates if stderr is no terminal.
+        bars = {"TQDM_MININTERVAL": "10", "TQDM_NCOLS": "80"}
+        if sys.stderr.isatty():
+            bars = {"COLUMNS": str(shutil.get_terminal_size().columns)}
         self.process = subprocess.Popen(
             command.argv + command.tuning,
             cwd=ROOT,
-            env={**os.environ, **progress_environ(), **command.environ},
+            env={**os.environ, **bars, **command.environ},
             stdout=subprocess.DEVNULL if command.is_quiet else stdout,
             stderr=subprocess.STDOUT if command.label else subprocess.PIPE,
             bufsize=0,
@@ -412,13 +415,6 @@ class Running:
         self.process.__exit__(None, None, None)
 
 
-def progress_environ() -> dict[str, str]:
-    """For progress bars in a pipe: the width; rare updates if stderr is no terminal."""
-    if sys.stderr.isatty():
-        return {"COLUMNS": str(shutil.get_terminal_size().columns)}
-    return {"TQDM_MININTERVAL": "10", "TQDM_NCOLS": "80"}
-
-
 def cause(tail: bytes, status: int) -> str:
     """The line of a failed command's output that names the cause: its first error: or exception.
 
@@ -443,10 +439,3 @@ def cause(tail: bytes, status: int) -> str:
         return signalled
     last = next(filter(None, reversed(lines)), "it printed nothing")
     return f"exit status {status}, {last}"
-
-
-def advice_on_full_disk(folder: Path) -> str:
-    free = shutil.disk_usage(folder).free
-    if free > FULL_DISK:
-        return ""
-    return f"only {size(free)} are free in {folder}: free some, and run the same command again"

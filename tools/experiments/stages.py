@@ -3,7 +3,7 @@ evaluations; the checkpoint that they start from, and random weights."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from megatron.checkpoint.format import one_step, step_folders
 from megatron.config.parallel import ParallelConfig
@@ -12,11 +12,6 @@ from megatron.errors import UsageError, flag
 from megatron.train.trained import open_model
 from tools.experiments import runner
 from tools.experiments.runner import Command, Machine, Stage, Word, python
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megatron.config.model import ModelConfig
 
 # Files of a folder laid out as MEGATRON_TEST_DATA.
 RACE_TRAIN = "race/RACE_train.tar.xz"
@@ -44,12 +39,6 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
         raise UsageError("--data", folder, f"a folder that has, not empty, {', '.join(missing)}")
 
 
-def check_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if count < 1:
-            raise UsageError(flag(name), count, "1 or more")
-
-
 def check_checkpoint(name: str, load: Path, kinds: Sequence[str] | None = None) -> None:
     """Raises UsageError, naming the setting, if the folder has no readable checkpoint of a model of
     these kinds; by default, of those that write text."""
@@ -65,8 +54,8 @@ def checkpoint_files(load: Path) -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
-def initial_weights(config: "ModelConfig", vocab_size: int, seed: int) -> dict[str, "Tensor"]:
-    """Whole fp32 initial parameters of a model, by name."""
+def initial_weights(config: Any, vocab_size: int, seed: int) -> dict[str, Any]:
+    """Whole fp32 initial parameters of the model of this config, by name."""
     from megatron.models.build import build_on_meta
     from megatron.parallel.initialize import initial_value
     from megatron.parallel.mesh import serial_mesh
@@ -194,9 +183,18 @@ def evaluate(
     return python(*words, "--output", result, threads=cores, is_quiet=True)
 
 
-def zero_shot_flags(task: str, data: Path, overlapping_eval: int) -> list[Word]:
-    """Flags of an evaluation of table 3. overlapping_eval: stride of WikiText103's window."""
-    flags: list[Word] = ["--valid-data", data / EVALUATION_FILES[task]]
+def zero_shot_stage(
+    task: str, data: Path, overlapping_eval: int, records: Mapping[Path, Path], cores: int
+) -> Stage:
+    """An evaluation of table 3.
+
+    data: folder laid out as MEGATRON_TEST_DATA. overlapping_eval: stride of WikiText103's window.
+    records: the record that it writes for each folder of checkpoints.
+    """
+    file = data / EVALUATION_FILES[task]
+    flags: list[Word] = ["--valid-data", file]
     if task == "wikitext103":
         flags += ["--overlapping-eval", overlapping_eval]
-    return [*flags, "--compare-paper"]
+    flags.append("--compare-paper")
+    commands = [evaluate(task, load, flags, record, cores) for load, record in records.items()]
+    return Stage(name=task, commands=commands, inputs=[file], outputs=[*records.values()])
