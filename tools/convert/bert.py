@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.config.model import (
     TOKEN_TYPES,
@@ -20,37 +20,34 @@ from megatron.config.model import (
 )
 from megatron.data.tokenizer import BertWordPieceCase, BertWordPieceLowerCase
 from megatron.errors import UsageError
-from tools.convert.table import APART, Family, IsRedundant, Key, Row, only, same_as
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-PARAMETERS = ("weight", "bias")
-
-
-def both(ours: str, theirs: str) -> tuple[Row, ...]:
-    """Rows for the weight and bias of a module."""
-    return tuple(Row(f"{ours}.{each}", (f"{theirs}.{each}",)) for each in PARAMETERS)
-
+from tools.convert.table import APART, Family, IsRedundant, Key, Row, Tensor, both, only, same_as
 
 OURS, THEIRS = "encoder.transformer.layers.{n}", "encoder.layer.{n}"
+
+
+def layer_rows(ours: str, attention: str) -> tuple[Row, ...]:
+    """Rows of a layer without its norms, which a ViT has, too. attention: their module with the
+    matrices of Q, K and V."""
+    return (
+        *(
+            Row(
+                f"{ours}.attention.qkv.{each}",
+                tuple(f"{attention}.{part}.{each}" for part in ("query", "key", "value")),
+                APART,
+            )
+            for each in ("weight", "bias")
+        ),
+        *both(f"{ours}.attention.output", f"{THEIRS}.attention.output.dense"),
+        *both(f"{ours}.mlp.up", f"{THEIRS}.intermediate.dense"),
+        *both(f"{ours}.mlp.down", f"{THEIRS}.output.dense"),
+    )
+
 
 ENCODER = (
     Row("encoder.word_embedding.weight", ("embeddings.word_embeddings.weight",)),
     Row("encoder.position_embedding.weight", ("embeddings.position_embeddings.weight",)),
     Row("encoder.token_type_embedding.weight", ("embeddings.token_type_embeddings.weight",)),
-    *(
-        Row(
-            f"{OURS}.attention.qkv.{each}",
-            tuple(f"{THEIRS}.attention.self.{part}.{each}" for part in ("query", "key", "value")),
-            APART,
-        )
-        for each in PARAMETERS
-    ),
-    *both(f"{OURS}.attention.output", f"{THEIRS}.attention.output.dense"),
-    *both(f"{OURS}.mlp.up", f"{THEIRS}.intermediate.dense"),
-    *both(f"{OURS}.mlp.down", f"{THEIRS}.output.dense"),
+    *layer_rows(OURS, f"{THEIRS}.attention.self"),
 )
 NORMS: dict[ResidualOrder, tuple[Row, ...]] = {
     "post-ln": (
@@ -109,25 +106,32 @@ class Labels(Key):
         return {self.theirs: dict(enumerate(labels)), "label2id": numbers}
 
 
-def _keys(num_layers: int, hidden_size: int, heads: int) -> tuple[Key, ...]:
-    """The options of a BERT, with the defaults of one of transformers' config classes."""
+def encoder_keys(num_layers: int, hidden_size: int, heads: int, dropout: float) -> tuple[Key, ...]:
+    """Options that a ViT has, too, with the defaults of one of transformers' config classes."""
     return (
         Key("num_hidden_layers", "num_layers", default=num_layers),
         Key("hidden_size", "hidden_size", default=hidden_size),
         Key("num_attention_heads", "num_attention_heads", default=heads),
-        Key("max_position_embeddings", "max_position_embeddings", default=512),
         Key("layer_norm_eps", "layernorm_epsilon", default=1e-12),
         Key("initializer_range", "init_method_std", default=0.02),
-        Key("attention_probs_dropout_prob", "attention_dropout", default=0.1),
-        Key("hidden_dropout_prob", "hidden_dropout", default=0.1),
+        Key("attention_probs_dropout_prob", "attention_dropout", default=dropout),
+        Key("hidden_dropout_prob", "hidden_dropout", default=dropout),
         # Theirs has one dropout for embeddings and layers.
         Key(
             "hidden_dropout_prob",
             "embedding_dropout",
-            default=0.1,
+            default=dropout,
             implied="dropout_of_embeddings",
         ),
         Key("intermediate_size", "ffn_hidden_size", default=4 * hidden_size, implied="ffn_size"),
+        only("quantization_config", None),
+    )
+
+
+def _keys(num_layers: int, hidden_size: int, heads: int) -> tuple[Key, ...]:
+    return (
+        *encoder_keys(num_layers, hidden_size, heads, 0.1),
+        Key("max_position_embeddings", "max_position_embeddings", default=512),
         # Theirs uses one function in both the MLP and the masked-token head; here the latter is
         # GeLU.
         Key("hidden_act", "activation", {"gelu": "gelu"}),
@@ -139,7 +143,6 @@ def _keys(num_layers: int, hidden_size: int, heads: int) -> tuple[Key, ...]:
         Key(
             "classifier_dropout", values=lambda fields: {None: None, fields["hidden_dropout"]: None}
         ),
-        only("quantization_config", None),
     )
 
 

@@ -92,18 +92,6 @@ def _our_tokens(model: Any, mesh: Mesh, prompt: Prompt) -> Logits:
         return {"tokens": model.model.double()(input_ids=prompt.tokens, use_cache=False).logits}
 
 
-def _their_tokens(model: Any, prompt: Prompt) -> Logits:
-    return {"tokens": model(input_ids=prompt.tokens, use_cache=False).logits}
-
-
-def _our_next(model: Any, mesh: Mesh, prompt: Prompt) -> Logits:
-    return {"next tokens": whole_logits(model, mesh, prompt.tokens)}
-
-
-def _their_next(model: Any, prompt: Prompt) -> Logits:
-    return {"next tokens": model(prompt.tokens).logits}
-
-
 def _our_pretraining(model: Any, mesh: Mesh, prompt: Prompt) -> Logits:
     masked, order = model(prompt.batch())
     masked = gather_from(masked, -1, mesh.tensor)[:, : model.vocab_size]
@@ -120,18 +108,10 @@ def _our_scores(model: Any, mesh: Mesh, prompt: Prompt) -> Logits:
     return {"the task": model(prompt.batch()).flatten(1)}
 
 
-def _their_classes(model: Any, prompt: Prompt) -> Logits:
-    return {"the task": model(**prompt.for_transformers()).logits}
-
-
 def _their_options(model: Any, prompt: Prompt) -> Logits:
     """Reads each sequence as the only option of a question."""
     arguments = {name: each[:, None] for name, each in prompt.for_transformers().items()}
     return {"the task": model(**arguments).logits}
-
-
-def _our_spans(model: Any, mesh: Mesh, prompt: Prompt) -> Logits:
-    return {"the task": model(prompt.batch())[prompt.is_real]}
 
 
 def _their_spans(model: Any, prompt: Prompt) -> Logits:
@@ -145,20 +125,33 @@ def _our_images(model: Any, mesh: Mesh, prompt: Pictures) -> Logits:
     return {"the classes": model(ImageBatch(images=prompt.pixels, labels=labels))}
 
 
-def _their_images(model: Any, prompt: Pictures) -> Logits:
-    return {"the classes": model(pixel_values=prompt.for_transformers()).logits}
-
-
 OUTPUTS: Mapping[str, Outputs] = {
-    "AutoModelForImageClassification": Outputs(_our_images, _their_images),
-    "AutoModelForCausalLM": Outputs(_our_next, _their_next, padded=False),
+    "AutoModelForImageClassification": Outputs(
+        _our_images,
+        lambda model, prompt: {"the classes": model(prompt.for_transformers()).logits},
+    ),
+    "AutoModelForCausalLM": Outputs(
+        lambda model, mesh, prompt: {"next tokens": whole_logits(model, mesh, prompt.tokens)},
+        lambda model, prompt: {"next tokens": model(prompt.tokens).logits},
+        padded=False,
+    ),
     "AutoModelForPreTraining": Outputs(_our_pretraining, _their_pretraining),
-    "AutoModelForSequenceClassification": Outputs(_our_scores, _their_classes),
+    "AutoModelForSequenceClassification": Outputs(
+        _our_scores,
+        lambda model, prompt: {"the task": model(**prompt.for_transformers()).logits},
+    ),
     "AutoModelForMultipleChoice": Outputs(_our_scores, _their_options),
-    "AutoModelForQuestionAnswering": Outputs(_our_spans, _their_spans),
+    "AutoModelForQuestionAnswering": Outputs(
+        lambda model, mesh, prompt: {"the task": model(prompt.batch())[prompt.is_real]},
+        _their_spans,
+    ),
 }
 """Keys are classes of transformers (Family.auto_class)."""
-UNMODIFIED = Outputs(_our_tokens, _their_tokens, padded=False)
+UNMODIFIED = Outputs(
+    _our_tokens,
+    lambda model, prompt: {"tokens": model(input_ids=prompt.tokens, use_cache=False).logits},
+    padded=False,
+)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ training started from, as save_pretrained writes them today.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load_checkpoint
@@ -61,7 +62,11 @@ def write_model(
         )
     values = family.options_of(config)
     entries = resolve(family, config, manifest["vocab_size"])
-    _check_names(checkpoint, {entry.ours for entry in entries})
+    tensors = {key for key in manifest["tensors"] if key.startswith("model.")}
+    if strange := sorted(tensors ^ {f"model.{entry.ours}" for entry in entries}):
+        raise ValueError(
+            f"{checkpoint.path}: {strange[0]} is in the checkpoint or in its model, but not in both"
+        )
     dtype, *others = {_dtype_of(checkpoint, entry.ours) for entry in entries}
     if others:
         dtypes = " and ".join(sorted(map(str, (dtype, *others))))
@@ -158,23 +163,25 @@ def write_unmodified(folder: Path, checkpoint: Checkpoint, shard_size: str = SHA
     for name in outline.keys() & ours.keys():
         dtype = _dtype_of(checkpoint, ours[name])
         outline[name] = torch.empty(outline[name].shape, dtype=dtype, device="meta")
-    names = _names_in_files(bare, outline)
-    if names is None:
-        computed = _converted(bare, read(list(outline)))
+    in_files = revert_weight_conversion(bare.model, dict(outline))
+    keys = {id(tensor): key for key, tensor in in_files.items()}
+    if keys.keys() == {id(tensor) for tensor in outline.values()}:
+        names = {keys[id(tensor)]: name for name, tensor in outline.items()}
+
+        def read_keys(keys: Iterable[str]) -> Weights:
+            tensors = read([names[key] for key in keys])
+            return {key: tensors[names[key]] for key in keys}
+
+        shapes = {key: outline[name] for key, name in names.items()}
+        _write_weights(folder, shapes, read_keys, shard_size)
+    else:  # files hold other tensors, computed from the model's
+        computed = revert_weight_conversion(bare.model, read(list(outline)))
         _write_weights(
             folder,
             computed,
             lambda keys: {key: computed[key].contiguous() for key in keys},
             shard_size,
         )
-    else:
-        inside = {names[name]: name for name in outline}
-        in_files = {names[name]: tensor for name, tensor in outline.items()}
-
-        def read_keys(keys: Iterable[str]) -> Weights:
-            return {names[name]: each for name, each in read([inside[key] for key in keys]).items()}
-
-        _write_weights(folder, in_files, read_keys, shard_size)
 
     options = json.loads(config.hf_config or "{}")
     options.pop("torch_dtype", None)  # the former name of dtype
@@ -206,31 +213,6 @@ def _saved(bare: Bare) -> set[str]:
         sources = [name for name in names if name not in tied] or names
         kept.add(sources[0])
     return kept - ignored
-
-
-def _names_in_files(bare: Bare, outline: Mapping[str, Tensor]) -> dict[str, str] | None:
-    """{name in the model: name in files}; None if files hold anything but the model's tensors."""
-    numbers = {id(tensor): name for name, tensor in outline.items()}
-    found = _converted(bare, dict(outline))
-    if {id(tensor) for tensor in found.values()} != numbers.keys():
-        return None
-    return {numbers[id(tensor)]: name for name, tensor in found.items()}
-
-
-def _converted(bare: Bare, state: Weights) -> Weights:
-    from transformers.core_model_loading import revert_weight_conversion
-
-    found: Weights = revert_weight_conversion(bare.model, state)
-    return found
-
-
-def _check_names(checkpoint: Checkpoint, names: Set[str]) -> None:
-    """Raise ValueError if the checkpoint's model has other parameters than these."""
-    keys = {key for key in checkpoint.manifest["tensors"] if key.startswith("model.")}
-    if strange := sorted(keys ^ {f"model.{name}" for name in names}):
-        raise ValueError(
-            f"{checkpoint.path}: {strange[0]} is in the checkpoint or in its model, but not in both"
-        )
 
 
 def _dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:

@@ -16,7 +16,7 @@ from megatron.config.model import HF_FILES, ModelConfig, ViTConfig, hf_files
 from megatron.errors import UsageError
 from megatron.huggingface.config import FETCHED, fetch
 from megatron.models.registry import KINDS
-from tools.convert.table import Family, any_of
+from tools.convert.table import Family, any_of, json_object
 from tools.convert.vit import PREPROCESSOR, with_colors
 
 FAMILIES: tuple[Family, ...] = tuple(
@@ -125,13 +125,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ValueError or FileNotFoundError that names the file."""
     if not file.is_file():
         raise FileNotFoundError(f"{file} is not there; {_what_would_work(file.parent)}")
-    try:
-        content = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} should be a JSON object")
-    return content
+    return json_object(file)
 
 
 def _what_would_work(folder: Path) -> str:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from megatron.config.model import GPT2Config
 from megatron.data.tokenizer import GPT2BPETokenizer, HuggingFaceTokenizer
-from tools.convert.table import Family, Key, Row, Transform, only, same_as
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tools.convert.table import Family, Key, Row, Tensor, Transform, both, only, same_as
 
 # Theirs is [in, out], ours [out, in]; the fused QKV is [in, 3h], columns [Q K V], and [3, h, in].
 CONV1D = Transform(
@@ -18,23 +14,18 @@ CONV1D = Transform(
 )
 FLAT = Transform(lambda ours: (ours.flatten(),), lambda theirs, shape: theirs[0].reshape(shape))
 
+OURS, THEIRS = "transformer.layers.{n}", "h.{n}"
 ROWS = (
     Row("word_embedding.weight", ("wte.weight",)),
     Row("position_embedding.weight", ("wpe.weight",)),
-    Row("transformer.layers.{n}.attention_norm.weight", ("h.{n}.ln_1.weight",)),
-    Row("transformer.layers.{n}.attention_norm.bias", ("h.{n}.ln_1.bias",)),
-    Row("transformer.layers.{n}.attention.qkv.weight", ("h.{n}.attn.c_attn.weight",), CONV1D),
-    Row("transformer.layers.{n}.attention.qkv.bias", ("h.{n}.attn.c_attn.bias",), FLAT),
-    Row("transformer.layers.{n}.attention.output.weight", ("h.{n}.attn.c_proj.weight",), CONV1D),
-    Row("transformer.layers.{n}.attention.output.bias", ("h.{n}.attn.c_proj.bias",)),
-    Row("transformer.layers.{n}.mlp_norm.weight", ("h.{n}.ln_2.weight",)),
-    Row("transformer.layers.{n}.mlp_norm.bias", ("h.{n}.ln_2.bias",)),
-    Row("transformer.layers.{n}.mlp.up.weight", ("h.{n}.mlp.c_fc.weight",), CONV1D),
-    Row("transformer.layers.{n}.mlp.up.bias", ("h.{n}.mlp.c_fc.bias",)),
-    Row("transformer.layers.{n}.mlp.down.weight", ("h.{n}.mlp.c_proj.weight",), CONV1D),
-    Row("transformer.layers.{n}.mlp.down.bias", ("h.{n}.mlp.c_proj.bias",)),
-    Row("final_norm.weight", ("ln_f.weight",)),
-    Row("final_norm.bias", ("ln_f.bias",)),
+    *both(f"{OURS}.attention_norm", f"{THEIRS}.ln_1"),
+    Row(f"{OURS}.attention.qkv.weight", (f"{THEIRS}.attn.c_attn.weight",), CONV1D),
+    Row(f"{OURS}.attention.qkv.bias", (f"{THEIRS}.attn.c_attn.bias",), FLAT),
+    *both(f"{OURS}.attention.output", f"{THEIRS}.attn.c_proj", CONV1D),
+    *both(f"{OURS}.mlp_norm", f"{THEIRS}.ln_2"),
+    *both(f"{OURS}.mlp.up", f"{THEIRS}.mlp.c_fc", CONV1D),
+    *both(f"{OURS}.mlp.down", f"{THEIRS}.mlp.c_proj", CONV1D),
+    *both("final_norm", "ln_f"),
     Row("head.weight", ("lm_head.weight",), is_optional=True),
 )
 
@@ -85,7 +76,6 @@ GPT2 = Family(
     architectures=("GPT2LMHeadModel", "GPT2Model"),
     auto_class="AutoModelForCausalLM",
     config=GPT2Config,
-    fields={},
     rows=ROWS,
     keys=KEYS,
     spares={
@@ -95,7 +85,6 @@ GPT2 = Family(
     },
     prefix="transformer.",
     bare=("lm_head.",),
-    old={},
     tokenizers=(GPT2BPETokenizer.kind, HuggingFaceTokenizer.kind),
     special={"bos_token_id": "eod", "eos_token_id": "eod"},
 )

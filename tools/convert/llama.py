@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.config.model import LlamaConfig, ModelConfig
 from megatron.data.tokenizer import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron.errors import UsageError
-from tools.convert.table import APART, Family, Key, Row, any_of, number, only, same_as
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tools.convert.table import APART, Family, Key, Row, Tensor, any_of, number, only, same_as
 
 OURS, THEIRS = "transformer.layers.{n}", "layers.{n}"
 
@@ -139,7 +136,6 @@ LLAMA = Family(
     architectures=("LlamaForCausalLM",),
     auto_class="AutoModelForCausalLM",
     config=LlamaConfig,
-    fields={},
     rows=ROWS,
     keys=KEYS,
     spares={
@@ -148,7 +144,6 @@ LLAMA = Family(
     },
     prefix="model.",
     bare=("lm_head.",),
-    old={},
     tokenizers=(HuggingFaceTokenizer.kind, GPT2BPETokenizer.kind),
     special={"bos_token_id": "bos_id", "eos_token_id": "eod", "pad_token_id": "pad_id"},
 )

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.errors import UsageError, flag
 
-if TYPE_CHECKING:
-    from torch import Tensor
+Tensor = Any  # torch's, which is not imported here
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,13 @@ class Row:
     is_optional: bool = False
 
 
-IsRedundant = Callable[["Tensor", Mapping[str, "Tensor"]], bool]
+def both(ours: str, theirs: str, of_weight: Transform = AS_IS) -> tuple[Row, Row]:
+    """Rows for the weight and bias of a module."""
+    weight = Row(f"{ours}.weight", (f"{theirs}.weight",), of_weight)
+    return weight, Row(f"{ours}.bias", (f"{theirs}.bias",))
+
+
+IsRedundant = Callable[[Tensor, Mapping[str, Tensor]], bool]
 """Whether a tensor says nothing new beside all tensors, by name."""
 
 
@@ -69,6 +75,17 @@ def same_as(name: str) -> IsRedundant:
         return tensor.view(torch.uint8).equal(other.view(torch.uint8))
 
     return is_same
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ValueError that names the file."""
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} should be a JSON object")
+    return content
 
 
 def any_of(values: Iterable[Any]) -> str:
@@ -163,12 +180,12 @@ class Family:
     config: type[ModelConfig]
     """Our config class for such a model. `fields`: its values that all models of the kind share."""
 
-    fields: Mapping[str, Any]
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     rows: tuple[Row, ...]
     keys: tuple[Key, ...]
 
-    spares: Mapping[str, IsRedundant]
+    spares: Mapping[str, IsRedundant] = field(default_factory=dict)
     """Redundant tensors that some files have in addition to the weights."""
 
     prefix: str
@@ -176,14 +193,14 @@ class Family:
 
     bare: tuple[str, ...]
 
-    old: Mapping[str, str]
+    old: Mapping[str, str] = field(default_factory=dict)
     """Ends of names in old files, and their replacements."""
 
-    tokenizers: tuple[str, ...]
+    tokenizers: tuple[str, ...] = ()
     """Values of --tokenizer-type for such a model; the first is the default. Empty for a model of
     images."""
 
-    special: Mapping[str, str]
+    special: Mapping[str, str] = field(default_factory=dict)
     """Token ids that a configuration repeats, and the tokenizer's attributes with these ids."""
 
     def name_of(self, key: str) -> str:

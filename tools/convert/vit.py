@@ -10,19 +10,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import inf, isqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.config.model import HALF, ViTConfig
 from megatron.data.images import CHANNELS
 from megatron.errors import UsageError
-from tools.convert.bert import PARAMETERS, Labels, both
-from tools.convert.table import APART, Family, Key, Row, Transform, only
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tools.convert.bert import THEIRS, Labels, encoder_keys, layer_rows
+from tools.convert.table import Family, Key, Row, Tensor, Transform, both, json_object, only
 
 PREPROCESSOR = "preprocessor_config.json"
-OURS, THEIRS = "transformer.layers.{n}", "encoder.layer.{n}"
+OURS = "transformer.layers.{n}"
 
 
 def _with_bias(theirs: Any, shape: tuple[int, ...]) -> Tensor:
@@ -50,42 +47,22 @@ ROWS = (
     ),
     Row("position_embedding.weight", ("embeddings.position_embeddings",), ONE_MORE),
     Row("patch_embedding.weight", ("embeddings.patch_embeddings.projection.weight",), KERNEL),
-    *(
-        Row(
-            f"{OURS}.attention.qkv.{each}",
-            tuple(f"{THEIRS}.attention.attention.{x}.{each}" for x in ("query", "key", "value")),
-            APART,
-        )
-        for each in PARAMETERS
-    ),
-    *both(f"{OURS}.attention.output", f"{THEIRS}.attention.output.dense"),
-    *both(f"{OURS}.mlp.up", f"{THEIRS}.intermediate.dense"),
-    *both(f"{OURS}.mlp.down", f"{THEIRS}.output.dense"),
+    *layer_rows(OURS, f"{THEIRS}.attention.attention"),
     *both(f"{OURS}.attention_norm", f"{THEIRS}.layernorm_before"),
     *both(f"{OURS}.mlp_norm", f"{THEIRS}.layernorm_after"),
     *both("final_norm", "layernorm"),
     *both("head", "classifier"),
 )
 KEYS = (
-    Key("num_hidden_layers", "num_layers", default=12),
-    Key("hidden_size", "hidden_size", default=768),
-    Key("num_attention_heads", "num_attention_heads", default=12),
-    Key("intermediate_size", "ffn_hidden_size", default=3072, implied="ffn_size"),
+    *encoder_keys(12, 768, 12, 0.0),
     Key("image_size", "image_size", default=224),
     Key("patch_size", "patch_size", default=16),
-    Key("layer_norm_eps", "layernorm_epsilon", default=1e-12),
-    Key("initializer_range", "init_method_std", default=0.02),
-    Key("attention_probs_dropout_prob", "attention_dropout", default=0.0),
-    Key("hidden_dropout_prob", "hidden_dropout", default=0.0),
-    # Theirs has one dropout for embeddings and layers.
-    Key("hidden_dropout_prob", "embedding_dropout", default=0.0, implied="dropout_of_embeddings"),
     Key("hidden_act", "activation", {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}),
     Key("pooling", "pooling", {None: "class-token"}),
     Labels("id2label", "class_names"),
     only("num_channels", CHANNELS),
     only("qkv_bias", True),
     only("problem_type", None, "single_label_classification"),
-    only("quantization_config", None),
 )
 VITS = (
     Family(
@@ -93,15 +70,10 @@ VITS = (
         architectures=("ViTForImageClassification",),
         auto_class="AutoModelForImageClassification",
         config=ViTConfig,
-        fields={},
         rows=ROWS,
         keys=KEYS,
-        spares={},
         prefix="vit.",
         bare=("classifier.",),
-        old={},
-        tokenizers=(),
-        special={},
     ),
 )
 
@@ -110,14 +82,7 @@ def with_colors(config: ViTConfig, folder: Path) -> ViTConfig:
     """The config with the mean and deviation of the folder's preprocessor. Raises UsageError for a
     preprocessor that gives the model other values than (pixel / 255 - mean) / deviation."""
     file = folder / PREPROCESSOR
-    options: Any = {}
-    if file.is_file():
-        try:
-            options = json.loads(file.read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(options, dict):
-        raise ValueError(f"{file} should be a JSON object")
+    options = json_object(file) if file.is_file() else {}
     for name, needed in (("do_normalize", True), ("do_rescale", True)):
         if options.get(name, needed) is not needed:
             raise UsageError(f"{file}: {name}", json.dumps(options[name]), json.dumps(needed))

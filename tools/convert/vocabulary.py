@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -63,10 +63,7 @@ class NoTokenizer:
 
     kind: str
     fingerprint: str = ""
-
-    @property
-    def files(self) -> Mapping[str, bytes]:
-        return {}
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def find_tokenizer(
