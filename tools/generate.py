@@ -130,28 +130,26 @@ class Prompt:
     tokens: Sequence[int]
 
 
-@dataclass(frozen=True)
 class Reader:
     """Turns text into prompts that a model with this number of positions can continue.
 
     begin_token: see --begin-token; raises UsageError if the vocabulary lacks it.
     """
 
-    tokenizer: Tokenizer
-    positions: int
-    max_new_tokens: int
-    begin_token: str | None = None
-    begin: Sequence[int] = field(init=False)
-    """Token ids at the beginning of each prompt."""
-
-    def __post_init__(self) -> None:
-        token = self.begin_token
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        positions: int,
+        max_new_tokens: int,
+        begin_token: str | None = None,
+    ) -> None:
+        self.tokenizer, self.positions = tokenizer, positions
+        self.max_new_tokens, self.begin_token = max_new_tokens, begin_token
         try:
-            begin = [] if token is None else [self.tokenizer.token_id(token)]
+            self.begin = [] if begin_token is None else [tokenizer.token_id(begin_token)]
         except ValueError as error:
             allowed = f"a token of the vocabulary: {error}"
-            raise UsageError("--begin-token", token, allowed) from error
-        object.__setattr__(self, "begin", begin)
+            raise UsageError("--begin-token", begin_token, allowed) from error
 
     def prompt(self, place: str, content: bytes) -> Prompt:
         """place: source of the content, for the message. Raises ValueError if the content is not

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.config.parallel import TrainingParallelConfig
 from megatron.data.batch import micro_batch_numbers
 from megatron.parallel.axes import INNER
 from megatron.parallel.buckets import GradientBuckets
@@ -28,7 +27,7 @@ from megatron.parallel.context import Context
 from megatron.parallel.factory import layer_factory
 from megatron.parallel.layers import ParallelLinear
 from megatron.parallel.layers_grid import Summa
-from megatron.parallel.mesh import Axis, Mesh, build_mesh
+from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.regions import split_stream
 from megatron.parallel.sharding import sharding_specs
 from tools.layouts.layout import Layout
@@ -79,20 +78,9 @@ class _Held(NamedTuple):
 
 def read_blocks(layout: Layout) -> Blocks:
     """The blocks of a layout; `picture.read` checks it first."""
-    sizes = {**TrainingParallelConfig(**layout.settings).sizes, "data": layout.size("data")}
     world = layout.ranks
     ranks = world // layout.size("pipeline")
-    meshes = [
-        build_mesh(
-            sizes,
-            META,
-            control=AbsentRanks(size=world, rank=rank),
-            tensor_parallel_mode=layout.mode,
-            sequence_parallel=layout.cuts_stream,
-            cp_comm_type=layout.cp_comm_type,
-        )
-        for rank in range(ranks)
-    ]
+    meshes = [layout.mesh(META, AbsentRanks(size=world, rank=rank)) for rank in range(ranks)]
     first = meshes[0]
     samples, multiple = first.batch.size, first.token_multiple
     tokens = samples * multiple * -(-LEAST // multiple)

@@ -20,14 +20,12 @@ from megatron.data.files import write_atomically
 from megatron.errors import UsageError
 from megatron.libraries import Library
 from tools.layouts.layout import Layout, parse_layout
-from tools.report.figures import PALETTE, SERIES, draw, drawable
+from tools.report.figures import PALETTE, SERIES, Axes, draw, drawable
 from tools.report.figures import picture as content_of
 from tools.report.numbers import aligned
 from tools.report.sections import Figure
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from tools.layouts.blocks import Block, Blocks, Matrix
 
 patches = Library("matplotlib.patches")

@@ -10,15 +10,12 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from megatron.data.files import write_atomically
 from megatron.libraries import Library
-from tools.report.figures import PALETTE, SERIES
+from tools.report.figures import PALETTE, SERIES, Axes
 from tools.report.figures import picture as content_of
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 patches = Library("matplotlib.patches")
 

@@ -6,18 +6,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from megatron.errors import UsageError
 from megatron.libraries import Library
-from tools.report.figures import PALETTE, SERIES, SIZE, draw, picture
+from tools.report.figures import PALETTE, SERIES, SIZE, Axes, draw, picture
 from tools.report.record import Facts, Lines, read_record, record_of
 from tools.report.sections import Figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 artists, ticker = Library("matplotlib.lines"), Library("matplotlib.ticker")
 
@@ -194,7 +191,7 @@ def legend(runs: Runs) -> list[tuple[str, str]]:
     return [(colour, name + DASHES[dash]) for name, colour, dash in looks if len(runs) > 1]
 
 
-def draw_panel(axes: "Axes", runs: Runs, panel: Panel, against: Against = "steps") -> None:
+def draw_panel(axes: Axes, runs: Runs, panel: Panel, against: Against = "steps") -> None:
     """A curve of each run, smoothed with the raw one paler behind; validations with dots."""
     curves: list[tuple[int, str, Any, Any]] = []
     for number, lines in enumerate(runs.values()):
@@ -242,7 +239,7 @@ def short(number: float, place: object = None) -> str:
     return f"{number:.4g}"
 
 
-def draw_losses(axes: "Axes", runs: Runs, term: str = "loss", against: Against = "steps") -> None:
+def draw_losses(axes: Axes, runs: Runs, term: str = "loss", against: Against = "steps") -> None:
     """Training losses and validation losses of a term, with their names."""
     panel = term_panel(term)
     draw_panel(axes, runs, panel, against)

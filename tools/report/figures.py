@@ -9,19 +9,18 @@ import warnings
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.config.checks import writable
 from megatron.errors import UsageError, flag
 from megatron.libraries import Library, load
 from tools.report.sections import COLOURS, Figure, themed
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 FORMATS = (".png", ".svg")
 
 matplotlib, figures = Library("matplotlib"), Library("matplotlib.figure")
+
+Axes = Any  # matplotlib's, which is imported when a figure is drawn
 
 # {name: colour}, such as "ink" and "accent"; SERIES: those of curves and bars, in order.
 PALETTE = {name: light for name, (light, _) in COLOURS.items()}
@@ -85,7 +84,7 @@ def picture(
 
 
 def draw(
-    paint: Callable[["Axes"], object],
+    paint: Callable[[Axes], object],
     caption: str = "",
     size: tuple[float, float] = SIZE,
     legend: Sequence[tuple[str, str]] = (),

@@ -6,15 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import cache
+from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.errors import UsageError, flag
 from tools.layouts.layout import Layout, layout_of, parse_layout
 from tools.layouts.picture import layout_figure
 from tools.report.curves import Against, draw_curves, left_out, unit_of
-from tools.report.figures import SERIES, draw
+from tools.report.figures import SERIES, Axes, draw
 from tools.report.numbers import NONE, duration, percent, whole
 from tools.report.record import Facts, Lines, epoch_figures, is_epoch
 from tools.report.sections import (
@@ -32,9 +33,6 @@ from tools.report.sections import (
     Table,
     Text,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PHASES = ("forward", "backward", "forward and backward", "p2p", "reduction", "optimizer")
 WAITS = ("p2p", "reduction")  # phases in which a rank waits for others
@@ -166,7 +164,7 @@ def phase_figure(line: Facts) -> Figure:
     names = [name for name in PHASES if name in found] + sorted(found.difference(PHASES))
     colours = dict(zip(names, SERIES * len(names), strict=False))
 
-    def paint(axes: "Axes") -> None:
+    def paint(axes: Axes) -> None:
         for place, side in enumerate(sides):
             left = 0.0
             for name, colour in colours.items():
@@ -238,12 +236,8 @@ def rank_rows(
     axes: Mapping[str, int], memory: Sequence[int] | None
 ) -> Iterator[tuple[str | Share, ...]]:
     """axes: their sizes, slowest first. memory: bytes, by rank."""
-    for rank in range(prod(axes.values())):
-        place, rest = list[str](), rank
-        for number in reversed(axes.values()):
-            rest, index = divmod(rest, number)
-            place.insert(0, str(index))
-        row: tuple[str | Share, ...] = (str(rank), *place)
+    for rank, place in enumerate(product(*map(range, axes.values()))):
+        row: tuple[str | Share, ...] = (str(rank), *map(str, place))
         if memory and rank < len(memory):
             row += f"{memory[rank] / 2**30:.2f} GiB", Share(memory[rank] / max(memory))
         yield row
@@ -269,23 +263,20 @@ def layout_picture(name: str) -> Figure | str:
 
 
 def evaluation_parts(lines: Lines) -> Iterator[Part]:
-    """The newest evaluations of pretraining, and the newest epochs of fine-tuning."""
+    """Tables of the newest evaluations of pretraining, and of the newest epochs of fine-tuning, the
+    newest first."""
     validated = [line for line in lines if "validation_loss" in line][-EVALUATIONS:]
     keys = [key for key in (validated or [{}])[-1] if key.startswith("validation_")]
-    yield from evaluation_tables(validated, keys)
     epochs = [line for line in lines if is_epoch(line)][-EVALUATIONS:]
-    yield from evaluation_tables(epochs, ["epoch", *epoch_figures((epochs or [{}])[-1])])
-
-
-def evaluation_tables(lines: Lines, keys: Sequence[str]) -> Iterator[Table]:
-    """A table of the lines, the newest first; none without a line."""
-    head = ["step", *(key.removeprefix("validation_").replace("_", " ") for key in keys)]
-    rows = [
-        [whole(line["step"]), *(number_of(line[key]) if key in line else NONE for key in keys)]
-        for line in lines[::-1]
-    ]
-    if rows:
-        yield Table(head, rows, left=())
+    figures = ["epoch", *epoch_figures((epochs or [{}])[-1])]
+    for found, names in ((validated, keys), (epochs, figures)):
+        head = ["step", *(name.removeprefix("validation_").replace("_", " ") for name in names)]
+        rows = [
+            [whole(line["step"]), *(number_of(line[x]) if x in line else NONE for x in names)]
+            for line in found[::-1]
+        ]
+        if rows:
+            yield Table(head, rows, left=())
 
 
 def sample_parts(lines: Lines) -> Iterator[Part]:
