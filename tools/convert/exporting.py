@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from megatron.checkpoint.format import Checkpoint
-from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.save import reason
 from megatron.config.model import HF_FILES, HF_PREFIX, ModelConfig, ViTConfig, hf_files
 from megatron.data.tokenizer import Tokenizer
@@ -29,13 +28,13 @@ from megatron.huggingface.weights import INDEX, Bare, layout_of
 from megatron.models.build import build_on_meta
 from megatron.models.registry import KINDS, config_of
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.sharding import ShardingSpec, TensorSlice, sharding_specs
+from megatron.parallel.sharding import sharding_specs
 from megatron.train.trained import tokenizer_in
 from tools.convert.folder import describe
 from tools.convert.table import Family
 from tools.convert.vit import PREPROCESSOR, preprocessor
 from tools.convert.vocabulary import write_tokenizer
-from tools.convert.weights import Weights, resolve, to_theirs
+from tools.convert.weights import Weights, read_parameters, resolve, to_theirs
 
 SHARD_SIZE = "5GB"  # of one file; memory holds one file at a time
 
@@ -78,7 +77,8 @@ def write_model(
 
     def read(keys: Iterable[str]) -> Weights:
         needed = {sources[key].ours: sources[key] for key in keys}
-        weights = _read(checkpoint, {name: entry.spec for name, entry in needed.items()})
+        specs = {name: entry.spec for name, entry in needed.items()}
+        weights = read_parameters(checkpoint, specs)
         made = to_theirs(family, needed.values(), weights)
         return {key: made[key] for key in keys}
 
@@ -149,7 +149,8 @@ def write_unmodified(folder: Path, checkpoint: Checkpoint, shard_size: str = SHA
 
     def read(names: Iterable[str]) -> Weights:
         """These parameters and buffers as transformers has them."""
-        whole = _read(checkpoint, {ours[name]: specs[ours[name]] for name in names if name in ours})
+        wanted = {ours[name]: specs[ours[name]] for name in names if name in ours}
+        whole = read_parameters(checkpoint, wanted)
         tensors = {}
         for name in names:
             tensors[name] = bare.state[name]
@@ -219,18 +220,6 @@ def _dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:
     """The dtype of a parameter in the checkpoint."""
     dtype: torch.dtype = getattr(torch, checkpoint.manifest["tensors"][f"model.{name}"]["dtype"])
     return dtype
-
-
-def _read(checkpoint: Checkpoint, specs: Mapping[str, ShardingSpec]) -> Weights:
-    """These parameters, whole. The optimizer's tensors are not read."""
-    slices = {
-        name: TensorSlice(
-            f"model.{name}", spec, torch.empty(spec.shape, dtype=_dtype_of(checkpoint, name))
-        )
-        for name, spec in specs.items()
-    }
-    load_checkpoint(checkpoint, slices.values(), partial=True)
-    return {name: each.local for name, each in slices.items()}
 
 
 def _write_weights(

@@ -9,15 +9,18 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.format import Checkpoint
+from megatron.checkpoint.load import load_checkpoint
 from megatron.config.model import ModelConfig
 from megatron.huggingface.weights import INDEX, SINGLE, open_files
 from megatron.models.build import build_on_meta
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.sharding import ShardingSpec, sharding_specs
+from megatron.parallel.sharding import ShardingSpec, TensorSlice, sharding_specs
 from megatron.train.state import DTYPES
 from tools.convert.folder import read_object
 from tools.convert.table import Family, Transform
@@ -37,9 +40,15 @@ class Entry:
     spec: ShardingSpec
     transform: Transform
 
-    def their_shapes(self) -> list[torch.Size]:
+    def check_shapes(self, tensors: Mapping[str, Any], folder: Path, by: str) -> None:
+        """Raise ValueError if a tensor of theirs has another shape. by: what the right one is
+        known from."""
         whole = torch.empty(self.spec.shape, device="meta")
-        return [each.shape for each in self.transform.to_theirs(whole)]
+        for name, part in zip(self.theirs, self.transform.to_theirs(whole), strict=True):
+            if (shape := tensors[name].shape) != part.shape:
+                raise ValueError(
+                    f"{folder}: {name} is {list(shape)}, and {list(part.shape)} by {by}"
+                )
 
 
 def resolve(family: Family, config: ModelConfig, vocab_size: int) -> list[Entry]:
@@ -96,13 +105,26 @@ def read_weights(folder: Path, family: Family, config: ModelConfig, vocab_size: 
     weights = {}
     for entry in entries:
         parts = [tensors[name] for name in entry.theirs]
-        for name, part, shape in zip(entry.theirs, parts, entry.their_shapes(), strict=True):
-            if part.shape != shape:
-                raise ValueError(
-                    f"{folder}: {name} is {list(part.shape)}, and {list(shape)} by config.json"
-                )
+        entry.check_shapes(tensors, folder, "config.json")
         weights[entry.ours] = entry.transform.to_ours(parts, entry.spec.shape)
     return weights
+
+
+def read_parameters(
+    checkpoint: Checkpoint,
+    specs: Mapping[str, ShardingSpec],
+    kind: str = "model",
+    dtype: torch.dtype | None = None,
+) -> Weights:
+    """These parameters, whole, by name; or other tensors of each, such as those of the kind
+    exp_avg. dtype: that in the checkpoint if it is None. Reads nothing else."""
+    saved, slices = checkpoint.manifest["tensors"], {}
+    for name, spec in specs.items():
+        key = f"{kind}.{name}"
+        whole = torch.empty(spec.shape, dtype=dtype or getattr(torch, saved[key]["dtype"]))
+        slices[name] = TensorSlice(key, spec, whole)
+    load_checkpoint(checkpoint, slices.values(), partial=True)
+    return {name: each.local for name, each in slices.items()}
 
 
 def to_theirs(family: Family, entries: Iterable[Entry], weights: Mapping[str, Tensor]) -> Weights:

@@ -39,18 +39,16 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from tqdm import tqdm
 
 from megatron.checkpoint.format import Checkpoint
-from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.resume import arguments_of
 from megatron.config.model import LlamaConfig
 from megatron.errors import UsageError, flag
 from megatron.models import registry
 from megatron.parallel.layers_llama import RotaryEmbedding
-from megatron.parallel.sharding import TensorSlice
 from megatron.train.state import DTYPES
 from tools.convert.legacy.dcp_folder import METADATA, Item, read_folder
 from tools.convert.legacy.pickles import Placeholder, SavedFile, read_pickle
 from tools.convert.llama import LLAMA
-from tools.convert.weights import resolve
+from tools.convert.weights import read_parameters, resolve
 
 Precision = Literal["fp32", "bf16", "pure-bf16"]
 
@@ -368,12 +366,7 @@ def read_tensors(
     ValueError, naming the entry, if a shape differs from the model's, or a tensor is not finite."""
     entries = resolve(LLAMA, config, saved.vocab_size)
     for entry in entries:
-        for name, shape in zip(entry.theirs, entry.their_shapes(), strict=True):
-            if saved.weights[name].shape != shape:
-                raise ValueError(
-                    f"{saved.folder}: {name} is {list(saved.weights[name].shape)}, and "
-                    f"{list(shape)} by the other tensors"
-                )
+        entry.check_shapes(saved.weights, saved.folder, "the other tensors")
     check_rotary(saved, config)
     weight_dtype = DTYPES[precision.removeprefix("pure-")]
     moment_dtype = weight_dtype if precision == "pure-bf16" else torch.float32
@@ -456,7 +449,7 @@ def load_tensors(
     weights in: that of its masters, or of its weights if it has no masters."""
     saved = checkpoint.manifest["tensors"]
     entries = resolve(LLAMA, config, checkpoint.manifest["vocab_size"])
-    first = entries[0].ours
+    specs, first = {entry.ours: entry.spec for entry in entries}, entries[0].ours
     widest = "master" if f"master.{first}" in saved else "model"
     dtype = dtype or getattr(torch, saved[f"{widest}.{first}"]["dtype"])
     tensors: dict[str, dict[str, Tensor]] = {}
@@ -464,14 +457,11 @@ def load_tensors(
         ours = widest if kind == "weight" else kind
         if f"{ours}.{first}" not in saved:
             continue
-        slices = []
-        for entry in entries:
-            whole = torch.empty(entry.spec.shape, dtype=dtype)
-            slices.append(TensorSlice(f"{ours}.{entry.ours}", entry.spec, whole))
-        load_checkpoint(checkpoint, slices, partial=True)
+        whole = read_parameters(checkpoint, specs, ours, dtype)
         tensors[kind] = {}
-        for entry, each in zip(entries, slices, strict=True):
-            for name, part in zip(entry.theirs, entry.transform.to_theirs(each.local), strict=True):
+        for entry in entries:
+            parts = entry.transform.to_theirs(whole[entry.ours])
+            for name, part in zip(entry.theirs, parts, strict=True):
                 tensors[kind][name] = part.contiguous()
     return tensors
 
