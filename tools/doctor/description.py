@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -108,14 +108,8 @@ def _link(rows: Sequence[tuple[int, float]], ranks: int) -> tuple[float, float]:
 def _memory_bandwidth(device: torch.device) -> float:
     """Bytes a second that a copy reads and writes."""
     source = torch.ones(COPIED[device.type] // 4, device=device)
-    target, times = torch.empty_like(source), []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return 2 * source.nbytes / median(times)
+    copy = partial(torch.empty_like(source).copy_, source)
+    return 2 * source.nbytes / median(links.seconds(copy, device) for _ in range(ROUNDS))
 
 
 def write(file: Path, figures: Figures, device: torch.device) -> None:

@@ -8,15 +8,14 @@ they do in a run, but gradients of copies are not added up. Steps have a learnin
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pkgutil import resolve_name
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megatron.config.pretrain import PretrainConfig
@@ -30,6 +29,7 @@ from megatron.train.machine import choose_compile
 from megatron.train.phases import Phases
 from megatron.train.state import DTYPES, build_state
 from megatron.train.step import train_step
+from tools.doctor.links import seconds
 from tools.plan.layers import SECONDS, Layer, Shape
 from tools.plan.trace import Step
 
@@ -167,11 +167,8 @@ class _Run:
     def step(self) -> Times:
         phases = Phases(self.device)
         self.state.mark = phases.mark
-        start = time.perf_counter()
-        train_step(self.state, self.batches, 0.0)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        whole, found = time.perf_counter() - start, phases.seconds()
+        whole = seconds(partial(train_step, self.state, self.batches, 0.0), self.device)
+        found = phases.seconds()
         both = found.get(WHOLE, 0.0)
         forward = (found.get("forward", 0.0) + both / 3) / MICRO_BATCHES
         backward = (found.get("backward", 0.0) + both * 2 / 3) / MICRO_BATCHES

@@ -68,8 +68,8 @@ def _one_size(axis: Axis, backend: str, size: int, mesh: Mesh) -> Iterator[Findi
     is_right = bool((all_reduce(buffer, axis) == expected).all())
     buffer.zero_()
     call = partial(all_reduce, buffer, axis)
-    seconds = median(_seconds(call, mesh.device) for _ in range(ROUNDS))
-    everyone = mesh.control.gather((is_right, seconds))
+    typical = median(seconds(call, mesh.device) for _ in range(ROUNDS))
+    everyone = mesh.control.gather((is_right, typical))
     slowest = max(each for _, each in everyone)
     wrong = [str(rank) for rank, (is_right, _) in enumerate(everyone) if not is_right]
     bus = 2 * (axis.size - 1) / axis.size * size / slowest
@@ -91,7 +91,8 @@ def _one_size(axis: Axis, backend: str, size: int, mesh: Mesh) -> Iterator[Findi
         yield Problem(f"{what} {', '.join(wrong)}", cure, is_needed=True)
 
 
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
+def seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds until the device has done the call."""
     start = time.perf_counter()
     call()
     if device.type == "cuda":
@@ -117,8 +118,8 @@ def tables(mesh: Mesh, in_server: int) -> Tables:
         axis = mesh.control.new_axis(f"measured {name}", members)
         for size in TABLED[mesh.device.type]:
             for kind, call in _calls(axis, size, mesh.device).items():
-                seconds = [_together(call, axis, mesh) for _ in range(1 + ROUNDS)][1:]
-                slowest = map(max, zip(*mesh.control.gather(seconds), strict=True))
+                times = [_together(call, axis, mesh) for _ in range(1 + ROUNDS)][1:]
+                slowest = map(max, zip(*mesh.control.gather(times), strict=True))
                 rows = found.setdefault(kind, {}).setdefault(name, [])
                 rows.append((size, median(slowest)))
     return found
@@ -126,8 +127,8 @@ def tables(mesh: Mesh, in_server: int) -> Tables:
 
 def _together(call: Callable[[], object], axis: Axis, mesh: Mesh) -> float:
     """Seconds of a call that the ranks of the axis start at about the same time."""
-    _seconds(lambda: all_reduce(torch.zeros(1, device=mesh.device), axis), mesh.device)
-    return _seconds(call, mesh.device)
+    seconds(lambda: all_reduce(torch.zeros(1, device=mesh.device), axis), mesh.device)
+    return seconds(call, mesh.device)
 
 
 def _calls(axis: Axis, size: int, device: torch.device) -> Mapping[str, Callable[[], object]]:

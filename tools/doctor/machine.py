@@ -11,7 +11,6 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from megatron.train.launch import default_precision
 from megatron.train.machine import COMPILER_HELP, compiler_failure
 from megatron.train.state import DTYPES
 from tools.doctor.findings import Fact, Finding, Problem
+from tools.doctor.links import seconds
 
 NEEDED = ("numpy", "numba", "safetensors", "tokenizers", "tyro", "tqdm")
 OPTIONAL = ("gigatoken", "wandb", "tensorboard", "matplotlib", "ftfy", "pycld2", "orjson")
@@ -220,15 +220,11 @@ def speed(device: torch.device) -> Iterator[Finding]:
     size = PRODUCT[device.type]
     for name, dtype in DTYPES.items():
         matrix = torch.ones(size, size, dtype=dtype, device=device)
-        matmul(matrix, matrix)  # the first run makes what later ones use again
-        count, spent = 0, 0.0
-        start = time.perf_counter()
+        call, count, spent = partial(matmul, matrix, matrix), 0, 0.0
+        call()  # the first run makes what later ones use again
         while spent < SECONDS:
-            matmul(matrix, matrix)
+            spent += seconds(call, device)
             count += 1
-            if matrix.is_cuda:
-                torch.cuda.synchronize()
-            spent = time.perf_counter() - start
         rate = count * 2 * size**3 / spent
         text = f"{rate / 1e9:.0f} GFLOP/s, {size} x {size} x {size}"
         yield Fact(f"product, {name}", {"flops_per_second": rate, "size": size}, text)
