@@ -83,15 +83,6 @@ class Blacklists(NamedTuple):
     extensions: frozenset[str]
 
 
-class Url(NamedTuple):
-    line: Line
-    text: str
-    fault: str | None
-    """Why the line is no text."""
-    reason: str | None
-    """Why the URL is dropped."""
-
-
 def run(settings: Settings) -> None:
     load_blacklists(settings)  # so that their errors come first
     # Here a .txt is a list, which can be read from any line on.
@@ -141,14 +132,15 @@ def _entries(
                 yield entry
 
 
-def read_urls(unit: Unit, blacklists: Blacklists) -> Iterator[Url]:
+def read_urls(unit: Unit, blacklists: Blacklists) -> Iterator[tuple[Line, str, str | None]]:
+    """(line, with a fault if it is no text; its URL; why the URL is dropped)."""
     for line in read_lines(unit.file, unit.start, unit.stop, longest=LONGEST):
         try:
             text = line.content.decode().strip()
         except UnicodeDecodeError as error:
-            yield Url(line, "", line.fault or str(error), None)
+            yield line._replace(fault=line.fault or str(error)), "", None
             continue
-        yield Url(line, text, line.fault, judge(text, blacklists))
+        yield line, text, judge(text, blacklists)
 
 
 def judge(url: str, blacklists: Blacklists) -> str | None:
@@ -183,9 +175,9 @@ def rows_folder(settings: Settings) -> Path:
 def hash_unit(unit: Unit, parts: int, settings: Settings) -> None:
     """Write the hashes of the unit's URLs that could stay."""
     hashes = (
-        hashlib.blake2b(url.text.encode(), digest_size=16).digest()
-        for url in read_urls(unit, load_blacklists(settings))
-        if url.fault is None and url.reason is None
+        hashlib.blake2b(text.encode(), digest_size=16).digest()
+        for line, text, reason in read_urls(unit, load_blacklists(settings))
+        if line.fault is None and reason is None
     )
     write_rows(rows_folder(settings), unit.name, parts, hashes)
 
@@ -196,11 +188,11 @@ def write_unit(unit: Unit, parts: int, settings: Settings) -> dict[str, Any]:
     repeats = repeats_of(rows_folder(settings), unit.name, unit.number, parts)
     repeat = next(repeats, None)
     with write_shard(settings.output, f"part-{unit.name}", settings.compress, ".txt") as shard:
-        for url in read_urls(unit, blacklists):
-            if url.fault is not None:
-                accounting.set_aside(unit.file, url.line.offset, url.line.content, url.fault)
+        for line, text, reason in read_urls(unit, blacklists):
+            if line.fault is not None:
+                accounting.set_aside(unit.file, line.offset, line.content, line.fault)
                 continue
-            record, reason = {"text": url.text}, url.reason
+            record = {"text": text}
             accounting.enter(record)
             if reason is None:
                 if place == repeat:
@@ -208,7 +200,7 @@ def write_unit(unit: Unit, parts: int, settings: Settings) -> dict[str, Any]:
                 place += 1
             if reason is None:
                 accounting.keep(record)
-                shard.write(url.text.encode())
+                shard.write(text.encode())
             else:
                 accounting.drop(record, reason)
     assert repeat is None
