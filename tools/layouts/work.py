@@ -174,9 +174,16 @@ class Meter(TorchDispatchMode):
             if call is not None:
                 self.work[self.phase].calls[call] += 1
             return function(*args, **kwargs)
+        if function.is_view:  # its memory may be another one's, from before
+            result = function(*args, **kwargs)
+            for each in _tensors([result]):
+                # Real memory that was not allocated here belongs to the transport.
+                if each.is_meta and self.follows_meta:
+                    self._watch(each)
+            return result
         given = [*_tensors(args), *_tensors(kwargs.values())]
-        makes = not (function.is_view or name.endswith("_") or "out" in kwargs)
-        if makes and given and given[0].is_meta:
+        is_meta = given[0].is_meta if given else kwargs.get("device") == META
+        if is_meta and "out" not in kwargs:
             result = _on_meta(function, args, kwargs, given)
         else:
             result = function(*args, **kwargs)
@@ -196,8 +203,7 @@ class Meter(TorchDispatchMode):
         else:
             self.work[self.phase].moved += _moved(name, given, made, kwargs)
         for each in made:
-            # A real view whose memory was not allocated here belongs to the transport.
-            if each.is_meta == self.follows_meta and (each.is_meta or not function.is_view):
+            if each.is_meta == self.follows_meta:
                 self._watch(each)
         return result
 
@@ -259,19 +265,24 @@ class Meter(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
+META = torch.device("meta")
 _KNOWN: dict[Any, Any] = {}  # results of operators on meta
+_WRITES = "writes to its first argument, whose shape stays"
 
 
 def _on_meta(function: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
     """The result of an operator. If an equal call before made only new tensors on meta, this makes
-    tensors like those: for many operators torch finds the shapes in slow Python."""
+    tensors like those, and if it only wrote to its first argument, this does nothing: for many
+    operators torch finds the shapes in slow Python."""
     key = function, _key(args), _key(tuple(kwargs.items()))
     if (known := _KNOWN.get(key)) is not None:
-        return _like(known)
+        return args[0] if known is _WRITES else _like(known)
     result = function(*args, **kwargs)
     made = list(_tensors([result]))
     if not _shares_memory(made, given) and all(each.is_meta for each in made):
         _KNOWN[key] = _like(result)
+    elif args and result is args[0] and _key(result) == key[1][0]:
+        _KNOWN[key] = _WRITES
     return result
 
 

@@ -88,7 +88,7 @@ class Step:
         """Bytes of a weight or an activation."""
         return DTYPES[self.precision].itemsize
 
-    @property
+    @cached_property
     def wide(self) -> int:
         """Bytes of a gradient, master or moment."""
         return self.width if self.config.precision.pure_bf16 else WIDE
@@ -98,7 +98,7 @@ class Step:
         """ZeRO stage."""
         return self.config.parallel.stage_of_zero
 
-    @property
+    @cached_property
     def copies(self) -> int:
         """Data-parallel size."""
         return self.config.data_parallel_size(self.ranks)
@@ -118,7 +118,7 @@ class Step:
         """Number of ranks that read different samples."""
         return self.config.parallel.batch_parallel_size(self.ranks)
 
-    @property
+    @cached_property
     def micro_batches(self) -> int:
         size = self.batch_ranks * self.config.training.micro_batch_size
         return self.config.global_batch_size(self.ranks) // size
@@ -156,7 +156,7 @@ class Step:
         """Trace of a micro-batch."""
         return _trace(self._micro_batch)
 
-    @property
+    @cached_property
     def _micro_batch(self) -> MicroBatch:
         config = replace(self.config, parallel=in_one_stage(self.config.parallel))
         return MicroBatch(
@@ -331,12 +331,12 @@ class Step:
         ranks = self.model.rings[axis].ranks
         return sum(n * call.sent(ranks) for call, n in calls.items() if call.axis == axis)
 
-    @property
+    @cached_property
     def part(self) -> int:
         """Number of elements of the buckets that this rank updates, padding included."""
         return sum(bucket.own for _, bucket in self.model.buckets)
 
-    @property
+    @cached_property
     def lasting(self) -> dict[str, int]:
         """Bytes that are allocated throughout, by kind."""
         stage, buckets = self.stage, [bucket for _, bucket in self.model.buckets]
@@ -383,7 +383,7 @@ class Step:
         weights = 2 * whole // max(1, len(self.model.layers)) + rest
         return self.wide * (flat + rest) + self.width * weights
 
-    @property
+    @cached_property
     def memory(self) -> dict[str, int]:
         """Bytes by kind, and their peak as "total"."""
         found, kept = self.trace, {**self.lasting, "activations": self.activations}
