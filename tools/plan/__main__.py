@@ -26,7 +26,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -249,16 +249,9 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the program; returns the exit status."""
     given = {word.partition("=")[0] for word in arguments}
     with user_errors(environ):
-        if "figure5" in arguments[:1]:
-            study(parse(StudyConfig, arguments[1:], environ))
-        elif "figure3" in arguments[:1]:
-            compare_modes(parse(ModesConfig, arguments[1:], environ))
-        elif "tables" in arguments[:1]:
-            show_tables(parse(TablesConfig, arguments[1:], environ))
-        elif "score" in arguments[:1]:
-            show_score(parse(ScoreConfig, arguments[1:], environ))
-        elif "schedule" in arguments[:1]:
-            show_schedule(parse(ScheduleConfig, arguments[1:], environ))
+        if arguments and arguments[0] in STUDIES:
+            settings, show = STUDIES[arguments[0]]
+            show(parse(settings, arguments[1:], environ))
         elif "--mtbf" in given:
             show_interruptions(parse(InterruptionsConfig, arguments, environ))
         elif "--measure" in given:
@@ -321,7 +314,7 @@ def plan(config: Any) -> bool:
     return bool(planned["fits"])
 
 
-def study(settings: StudyConfig) -> None:
+def show_figure5(settings: StudyConfig) -> None:
     if load_hardware(settings.hardware).anchor is None:
         works = ("--hardware", PAPERS)
         raise UsageError("--hardware", settings.hardware, "hardware with an anchor", works=works)
@@ -329,14 +322,10 @@ def study(settings: StudyConfig) -> None:
     from tools.plan import figure5
     from tools.plan.software import find_hardware
 
-    found = figure5.study(find_hardware(settings.hardware))
-    print(figure5.text(found))
-    _write(settings.json, found)
-    if settings.picture is not None:
-        figure5.draw(settings.picture, found)
+    _show(settings, figure5, figure5.study(find_hardware(settings.hardware)))
 
 
-def compare_modes(settings: ModesConfig) -> None:
+def show_figure3(settings: ModesConfig) -> None:
     hardware = load_hardware(settings.hardware)  # before torch's import, which is slow
 
     from tools.plan import figure3
@@ -348,27 +337,19 @@ def compare_modes(settings: ModesConfig) -> None:
         batch=settings.global_batch_size,
         precision=figure3.PRECISION,
     )
-    found = figure3.study(hardware, model, settings.most_gpus)
-    print(figure3.text(found))
-    _write(settings.json, found)
-    if settings.picture is not None:
-        figure3.draw(settings.picture, found)
+    _show(settings, figure3, figure3.study(hardware, model, settings.most_gpus))
 
 
 def show_tables(settings: TablesConfig) -> None:
-    hardware = load_hardware(settings.hardware)  # before torch's import, which is slow
+    hardware = load_hardware(settings.hardware)
 
     from tools.plan import tables
 
-    found = tables.study(hardware)
-    print(tables.text(found))
-    _write(settings.json, found)
-    if settings.picture is not None:
-        tables.draw(settings.picture, found)
+    _show(settings, tables, tables.study(hardware))
 
 
 def show_score(settings: ScoreConfig) -> None:
-    known = load_hardware(settings.hardware).software  # before torch's import, which is slow
+    known = load_hardware(settings.hardware).software
     software = settings.software or next(iter(known), PROGRAMS[0])
     if software not in PROGRAMS:
         allowed, works = f"one of {', '.join(PROGRAMS)}", ("--software", PROGRAMS[0])
@@ -380,11 +361,7 @@ def show_score(settings: ScoreConfig) -> None:
     hardware = find_hardware(settings.hardware, software)
     rows = score.read_rows(settings.rows, "--rows")
     anchors = score.read_rows(settings.anchors, "--anchors") if settings.anchors else []
-    found = score.score(rows, hardware, software, anchors)
-    print(score.text(found))
-    _write(settings.json, found)
-    if settings.picture is not None:
-        score.draw(settings.picture, found)
+    _show(settings, score, score.score(rows, hardware, software, anchors))
 
 
 def show_schedule(settings: ScheduleConfig) -> None:
@@ -403,10 +380,16 @@ def show_interruptions(settings: InterruptionsConfig) -> None:
     names = ("detection", "restart", "stall", "save", "step")
     stated = {name: getattr(settings, f"{name}_seconds") for name in names}
     found = interruptions.study(rates, *interruptions.times_of(settings.run, stated), settings.gpus)
-    print(interruptions.text(found))
-    _write(settings.json, found)
-    if settings.picture is not None:
-        interruptions.draw(settings.picture, found)
+    _show(settings, interruptions, found)
+
+
+STUDIES: dict[str, tuple[type[FilesConfig], Callable[[Any], None]]] = {
+    "figure5": (StudyConfig, show_figure5),
+    "figure3": (ModesConfig, show_figure3),
+    "tables": (TablesConfig, show_tables),
+    "score": (ScoreConfig, show_score),
+    "schedule": (ScheduleConfig, show_schedule),
+}
 
 
 def measure(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -433,6 +416,14 @@ def measure(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         if figures is not None:
             description.write(settings.measure, figures, mesh.device)
             print(description.shown(figures))
+
+
+def _show(settings: FilesConfig, module: Any, found: dict[str, Any]) -> None:
+    """module: of what was found, with its text and its picture."""
+    print(module.text(found))
+    _write(settings.json, found)
+    if settings.picture is not None:
+        module.draw(settings.picture, found)
 
 
 def _write(file: Path | None, found: dict[str, Any]) -> None:

@@ -25,7 +25,8 @@ from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan, consecutive
 from megatron.parallel.sharding import sharding_specs
 from tools.layouts.work import Call
 from tools.plan.hardware import Ring
-from tools.plan.micro_batch import in_one_stage, rank_on_meta
+from tools.plan.layers import in_one_stage
+from tools.plan.micro_batch import rank_on_meta
 
 WIDE = 4  # bytes of a gradient, master or moment, except in pure bf16
 NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")  # of a layer, in the name of a parameter

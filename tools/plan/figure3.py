@@ -70,20 +70,20 @@ class Model:
 
     def step(self, layout: str, layers: int) -> Step:
         found = parse_layout(layout)
-        parallel = TrainingParallelConfig(**found.settings)
+        batch_ranks = TrainingParallelConfig(**found.settings).batch_parallel_size(found.ranks)
         config = gpt2(
-            layers=layers,
-            hidden=self.hidden,
-            heads=self.heads,
-            sequence=self.sequence,
-            vocabulary=self.vocabulary,
-            multiple=128,
-            recompute=self.recompute,
-            micro_batch=self.batch // parallel.batch_parallel_size(found.ranks),
-            global_batch=self.batch,
+            num_layers=layers,
+            hidden_size=self.hidden,
+            num_attention_heads=self.heads,
+            seq_length=self.sequence,
+            vocab_size=self.vocabulary,
+            recompute_granularity=self.recompute,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            micro_batch_size=self.batch // batch_ranks,
+            global_batch_size=self.batch,
+            **found.settings,
         )
-        model = replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
-        config = replace(config, model=model, parallel=parallel)
         config.check(found.ranks)
         return Step(config, found.ranks, self.precision, self.device)
 

@@ -10,6 +10,7 @@ from itertools import product
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from megatron.config.parallel import EACH, ENDS, STAGES, VIRTUAL, TrainingParallelConfig
 from megatron.config.pretrain import PretrainConfig
 from megatron.errors import UsageError
 from megatron.train.inputs import vocabulary_of
@@ -122,6 +123,14 @@ def read_layers(tables: Sequence[Mapping[str, Any]]) -> tuple[Layer, ...]:
     return tuple(found)
 
 
+def in_one_stage(parallel: TrainingParallelConfig) -> TrainingParallelConfig:
+    """The same division of a layer, without a pipeline and without ZeRO."""
+    names = ("pipeline_schedule", EACH, VIRTUAL, *ENDS)
+    changes: dict[str, Any] = dict.fromkeys(names) | {STAGES: 1, "pipeline_partition": "balanced"}
+    changes |= {"zero_stage": 0, "use_distributed_optimizer": False}
+    return replace(parallel, **changes)
+
+
 def variants(
     config: PretrainConfig,
     ranks: int,
@@ -133,19 +142,7 @@ def variants(
     layer; where tensor parallelism allows it, with and without sequence parallelism. Each runs on
     t of the ranks, while the others do the same. Raises UsageError where one cannot."""
     given = config.parallel
-    whole = replace(
-        given,
-        pipeline_model_parallel_size=1,
-        pipeline_schedule=None,
-        num_layers_per_virtual_pipeline_stage=None,
-        num_virtual_stages_per_pipeline_rank=None,
-        decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None,
-        pipeline_partition="balanced",
-        zero_stage=0,
-        use_distributed_optimizer=False,
-        sequence_parallel=False,
-    )
+    whole = replace(in_one_stage(given), sequence_parallel=False)
 
     def found() -> Iterator[PretrainConfig]:
         for size, batch, again in product(

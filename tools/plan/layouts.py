@@ -16,7 +16,8 @@ from megatron.config.pretrain import PretrainConfig
 from megatron.errors import UsageError
 from megatron.parallel.schedules import KINDS
 from tools.plan.buckets import parameters_of
-from tools.plan.micro_batch import MIDDLE, in_one_stage
+from tools.plan.layers import in_one_stage
+from tools.plan.micro_batch import MIDDLE
 from tools.plan.search import PLAIN, batches, divisors, keeping_batch, varied
 from tools.plan.trace import idle_share
 

@@ -29,7 +29,6 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from megatron.config.parallel import EACH, ENDS, STAGES, VIRTUAL, TrainingParallelConfig
 from megatron.config.pretrain import PretrainConfig
 from megatron.models.build import build_on_meta
 from megatron.models.registry import find_kind
@@ -45,6 +44,7 @@ from megatron.train.inputs import vocabulary_of
 from megatron.train.state import DTYPES
 from tools.layouts.work import Call, Meter, Work, on_meta
 from tools.plan.absent import absent_mesh
+from tools.plan.layers import in_one_stage
 
 META = torch.device("meta")
 PHASES = ("forward", "recomputation", "backward")
@@ -199,14 +199,6 @@ def trace_at(asked: MicroBatch, place: int, layers: int) -> Trace:
     model, parallel = config.model.of_depth(sum(sizes)), in_one_stage(config.parallel)
     found = replace(config, model=model, parallel=parallel)
     return trace(replace(asked, config=found, pipeline=plan, rank=place))
-
-
-def in_one_stage(parallel: TrainingParallelConfig) -> TrainingParallelConfig:
-    """The same division of a layer, without a pipeline and without ZeRO."""
-    names = ("pipeline_schedule", EACH, VIRTUAL, *ENDS)
-    changes: dict[str, Any] = dict.fromkeys(names) | {STAGES: 1, "pipeline_partition": "balanced"}
-    changes |= {"zero_stage": 0, "use_distributed_optimizer": False}
-    return replace(parallel, **changes)
 
 
 def rank_on_meta(

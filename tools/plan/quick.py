@@ -10,7 +10,8 @@ from megatron.config.pretrain import PretrainConfig
 from megatron.parallel.schedules import KINDS
 from tools.layouts.work import Matmul, Work
 from tools.plan.buckets import THREE
-from tools.plan.micro_batch import MIDDLE, MicroBatch, Trace, in_one_stage, trace_at
+from tools.plan.layers import in_one_stage
+from tools.plan.micro_batch import MIDDLE, MicroBatch, Trace, trace_at
 from tools.plan.trace import Step
 
 ENOUGH = 3  # micro-batches for each rank of a pipeline, which fill it, run in it and leave it

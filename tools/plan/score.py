@@ -144,18 +144,18 @@ def step_of(row: Row, hardware: Hardware, software: str, precision: str) -> Step
     is_padded = row.vocabulary or row.tensor > 1 or software == "this project"
     try:
         config = gpt2(
-            layers=row.layers,
-            hidden=row.hidden,
-            heads=row.heads,
-            sequence=row.sequence,
-            vocabulary=row.vocabulary or VOCABULARY,
-            multiple=MULTIPLE if is_padded else 1,
-            recompute=row.recompute or ("none" if is_in_server else "full"),
-            micro_batch=row.micro_batch,
-            global_batch=row.global_batch,
-            tensor=row.tensor,
-            pipeline=row.pipeline,
-            virtual=row.virtual,
+            num_layers=row.layers,
+            hidden_size=row.hidden,
+            num_attention_heads=row.heads,
+            seq_length=row.sequence,
+            vocab_size=row.vocabulary or VOCABULARY,
+            make_vocab_size_divisible_by=MULTIPLE if is_padded else 1,
+            recompute_granularity=row.recompute or ("none" if is_in_server else "full"),
+            micro_batch_size=row.micro_batch,
+            global_batch_size=row.global_batch,
+            tensor_model_parallel_size=row.tensor,
+            pipeline_model_parallel_size=row.pipeline,
+            num_virtual_stages_per_pipeline_rank=row.virtual,
             sequence_parallel=bool(row.sequence_parallel),
         )
         return step_in(software, config, row.gpus, precision, hardware.device)

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.config.model import GPT2Config
 from megatron.config.parallel import TrainingParallelConfig
@@ -354,14 +354,14 @@ def error_band(hardware: Hardware, step: Step) -> tuple[float | None, str]:
 
 def anchor_step(anchor: Anchor) -> Step:
     config = gpt2(
-        layers=anchor.num_layers,
-        hidden=anchor.hidden_size,
-        heads=anchor.heads,
-        sequence=anchor.sequence,
-        vocabulary=anchor.vocabulary,
-        multiple=1,
-        recompute="full",
-        micro_batch=anchor.batch,
+        num_layers=anchor.num_layers,
+        hidden_size=anchor.hidden_size,
+        num_attention_heads=anchor.heads,
+        seq_length=anchor.sequence,
+        vocab_size=anchor.vocabulary,
+        make_vocab_size_divisible_by=1,
+        recompute_granularity="full",
+        micro_batch_size=anchor.batch,
     )
     return step_in(anchor.software, config, 1, anchor.precision)
 
@@ -376,41 +376,17 @@ def step_in(
     return AuthorsStep(config, gpus, precision, software=SOFTWARE[software])
 
 
-def gpt2(
-    *,
-    layers: int,
-    hidden: int,
-    heads: int,
-    sequence: int,
-    vocabulary: int,
-    multiple: int,
-    micro_batch: int,
-    recompute: str,
-    global_batch: int | None = None,
-    tensor: int = 1,
-    pipeline: int = 1,
-    virtual: int = 1,
-    sequence_parallel: bool = False,
-) -> PretrainGPT2Config:
-    """Settings of a GPT-2 by the sizes that tables give. multiple: to which the vocabulary is
-    padded, times the tensor-parallel size; micro_batch, global_batch: samples."""
-    model = GPT2Config(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        max_position_embeddings=sequence,
-        vocab_size=vocabulary,
-        make_vocab_size_divisible_by=multiple,
-        recompute_granularity=recompute,  # type: ignore[arg-type]
+def gpt2(**settings: Any) -> PretrainGPT2Config:
+    """The config of a GPT-2 with these settings, by their names in megatron/config."""
+
+    def part(make: Any) -> Any:
+        names = {each.name for each in fields(make)} & values.keys()
+        return make(**{name: values[name] for name in names})
+
+    values = {"train_iters": 1, "max_position_embeddings": settings["seq_length"], **settings}
+    return PretrainGPT2Config(
+        model=part(GPT2Config),
+        parallel=part(TrainingParallelConfig),
+        training=part(TrainingConfig),
+        data=part(GPT2DataConfig),
     )
-    parallel = TrainingParallelConfig(
-        tensor_model_parallel_size=tensor,
-        sequence_parallel=sequence_parallel,
-        pipeline_model_parallel_size=pipeline,
-        num_virtual_stages_per_pipeline_rank=virtual if virtual > 1 else None,
-    )
-    training = TrainingConfig(
-        train_iters=1, micro_batch_size=micro_batch, global_batch_size=global_batch
-    )
-    data = GPT2DataConfig(seq_length=sequence)
-    return PretrainGPT2Config(model=model, parallel=parallel, training=training, data=data)

@@ -26,7 +26,7 @@ from tools.plan.software import SOFTWARE, TORCH_BUCKET, AuthorsStep, gpt2
 from tools.plan.timing import predict
 from tools.plan.trace import Step
 
-SEQUENCE, VOCABULARY, MULTIPLE = 2048, 51_200, 128
+SEQUENCE, VOCABULARY = 2048, 51_200
 PRECISION = "fp16"
 OVERLAPPED = 18.4  # billions of parameters
 Found = dict[str, Any]
@@ -34,24 +34,22 @@ Row = tuple[str, Step, float]
 
 
 class Sizes(NamedTuple):
-    """A model and its layout. billions: of parameters; batches: samples, of all GPUs and of one."""
+    """A model and its layout. billions: of parameters; the others are settings."""
 
     billions: float
-    layers: int
-    hidden: int
-    heads: int
-    tensor: int
-    pipeline: int
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
     gpus: int
-    global_batch: int
-    micro_batch: int
-    virtual: int
+    global_batch_size: int
+    micro_batch_size: int
+    num_virtual_stages_per_pipeline_rank: int
 
     def config(self, recompute: str, **changes: Any) -> PretrainGPT2Config:
-        """Settings of this model and layout."""
-        shape = self._asdict() | {"recompute": recompute} | changes
-        del shape["billions"], shape["gpus"]
-        return gpt2(sequence=SEQUENCE, vocabulary=VOCABULARY, multiple=MULTIPLE, **shape)
+        of_all = {"seq_length": SEQUENCE, "vocab_size": VOCABULARY}
+        return gpt2(**of_all, recompute_granularity=recompute, **self._asdict() | changes)
 
 
 def step_of(sizes: Sizes, software: str, recompute: str, **changes: Any) -> Step:
@@ -59,7 +57,7 @@ def step_of(sizes: Sizes, software: str, recompute: str, **changes: Any) -> Step
     OVERLAPPED, PTD-P reduces gradients by torch's DistributedDataParallel, during the backward.
     changes: of the software."""
     config = sizes.config(recompute, sequence_parallel=recompute == "selective")
-    if sizes.billions <= OVERLAPPED and sizes.gpus > sizes.tensor:
+    if sizes.billions <= OVERLAPPED and sizes.gpus > sizes.tensor_model_parallel_size:
         changes["bucket_bytes"] = TORCH_BUCKET
     program = replace(SOFTWARE[software], **changes)
     return AuthorsStep(config, sizes.gpus, PRECISION, software=program)
@@ -189,12 +187,14 @@ def activations() -> list[Found]:
     s b h). And with full recomputation and sequence parallelism a rank keeps its own rows alone.
     """
     sizes, rows = next(iter(KORTHIKANTI)), []
-    h, a = sizes.hidden, sizes.heads
+    h, a = sizes.hidden_size, sizes.num_attention_heads
     for t, cut, recompute in product((1, 8), (False, True), ("none", "selective", "full")):
         if cut and t == 1:
             continue
         configs = (
-            sizes._replace(layers=n, tensor=t).config(recompute, sequence_parallel=cut)
+            sizes._replace(num_layers=n, tensor_model_parallel_size=t).config(
+                recompute, sequence_parallel=cut
+            )
             for n in (1, 2)
         )
         one, two = (Step(each, t, PRECISION).trace.kept for each in configs)
@@ -204,7 +204,7 @@ def activations() -> list[Found]:
         if recompute == "full":
             published, explained = 2, 2 / of_rows
         name = f"t = {t}{', sequence parallel' if cut else ''}, recomputed: {recompute}"
-        kept = (two - one) / (sizes.micro_batch * SEQUENCE * h)
+        kept = (two - one) / (sizes.micro_batch_size * SEQUENCE * h)
         rows.append({"row": name, "kept": kept, "formula": published, "explained": explained})
     return rows
 

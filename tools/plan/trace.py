@@ -26,12 +26,12 @@ from megatron.train.state import DTYPES
 from tools.layouts.work import Call, Matmul, Work
 from tools.plan.buckets import ONE_RANK, WIDE, Model, PlannedBucket, model_of
 from tools.plan.hardware import Hardware
+from tools.plan.layers import in_one_stage
 from tools.plan.micro_batch import (
     LAST,
     MIDDLE,
     MicroBatch,
     Trace,
-    in_one_stage,
     layer_of,
     trace_of_depth,
 )

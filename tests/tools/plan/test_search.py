@@ -21,7 +21,8 @@ from tests.tools.plan.counted import preset
 from tools.plan.buckets import THREE
 from tools.plan.fastest import LayoutPlan, Search
 from tools.plan.hardware import Hardware, load_hardware
-from tools.plan.micro_batch import MIDDLE, MicroBatch, in_one_stage, rank_on_meta, trace_at
+from tools.plan.layers import in_one_stage
+from tools.plan.micro_batch import MIDDLE, MicroBatch, rank_on_meta, trace_at
 from tools.plan.quick import QuickStep, layer_trace
 from tools.plan.search import flags, settings, varied
 from tools.plan.software import error_band
