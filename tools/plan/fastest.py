@@ -183,14 +183,10 @@ class Search(Layouts):
         return reduce(Work.plus, self.layer(kind, samples).work.values())
 
     @cached_property
-    def _alone(self) -> list[int]:
-        """Kinds of one rank."""
-        return [n for n, each in enumerate(self.kinds) if prod(each.parallel.sizes.values()) == 1]
-
-    @cached_property
     def _sizes(self) -> tuple[int, int, int]:
         """Bytes of all weights, of their gradients, and of the optimizer's state on the device."""
-        step = QuickStep(self.kinds[self._alone[0]], self.gpus, self.precision)
+        whole, *_ = self._roots.values()
+        step = QuickStep(self.kinds[whole], self.gpus, self.precision)
         state = step.wide * (step.moments + (step.width < step.wide))
         state *= not self.config.optimizer.optimizer_cpu_offload
         return step.model.own * step.width, step.model.own * step.wide, step.model.own * state
@@ -212,7 +208,11 @@ class Search(Layouts):
     @cached_property
     def _roots(self) -> dict[str, int]:
         """Kinds of one rank, by recomputation."""
-        return {self.kinds[each].model.recompute_granularity: each for each in self._alone}
+        return {
+            each.model.recompute_granularity: number
+            for number, each in enumerate(self.kinds)
+            if prod(each.parallel.sizes.values()) == 1
+        }
 
     @cached_property
     def _flop_seconds(self) -> dict[str, float]:

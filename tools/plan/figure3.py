@@ -115,13 +115,6 @@ def coefficients(
     return 3 * (side - 1) / side**2 * tokens / d, 3 * (side - 1) / side**2 * weights
 
 
-def crossover(layout: str) -> float | None:
-    """Tokens / hidden size above which a layer sends less than in 1D on as many ranks."""
-    of_1d, _ = coefficients(f"tensor={parse_layout(layout).ranks}")
-    tokens, weights = coefficients(layout)
-    return None if of_1d == tokens else weights / (of_1d - tokens)
-
-
 def sent(calls: Counter[Call], step: Step) -> int:
     """Bytes that one rank sends."""
     rings = step.model.rings
@@ -184,15 +177,17 @@ def _facts(layout: str) -> dict[str, Any]:
 
 def _volumes(layouts: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Volumes of a layer of COUNTED, in fp32. `published` compares with `of_square_linear`:
-    elements of a linear layer with n = h, in units of h^2."""
+    elements of a linear layer with n = h, in units of h^2. pays_from_tokens_by_hidden: tokens /
+    hidden size above which a layer sends less than in 1D on as many ranks."""
     n, h = COUNTED.batch * COUNTED.sequence, COUNTED.hidden
     for layout in layouts:
         step, (tokens, weights) = COUNTED.step(layout, 1), coefficients(layout)
+        of_1d, _ = coefficients(f"tensor={step.ranks}")
         yield {
             **_facts(layout),
             "sent_bytes": sent(COUNTED.layer(layout), step),
             "formula_bytes": 4 * (tokens * n * h + weights * h**2),
-            "pays_from_tokens_by_hidden": crossover(layout),
+            "pays_from_tokens_by_hidden": weights / (of_1d - tokens) if of_1d != tokens else None,
             "of_square_linear": sum(coefficients(layout, [(1, 1)])),
             "published": published(layout),
         }

@@ -215,6 +215,7 @@ def study(
     """The JSON: for each rate a row by number of GPUs, `gpus` and SCALES, or one row if the rate is
     not that of a number of GPUs. Times are the same on any number. Shares are those of the interval
     in whole steps, if the seconds of a step are known, else of the best one."""
+    sizes = sorted({*SCALES, gpus or SCALES[0]})
     return {
         "times_seconds": asdict(times),
         "sources": dict(sources),
@@ -224,15 +225,13 @@ def study(
                 "source": rate.source,
                 "mtbf_seconds": rate.mtbf,
                 "gpus": rate.gpus,
-                "rows": [_row(rate.at(each), times, each) for each in _scales(rate, gpus)],
+                "rows": [
+                    _row(rate.at(each), times, each) for each in (sizes if rate.gpus else [None])
+                ],
             }
             for rate in rates
         ],
     }
-
-
-def _scales(rate: Rate, gpus: int | None) -> list[int | None]:
-    return [None] if rate.gpus is None else sorted({*SCALES, *([gpus] if gpus else [])})
 
 
 def _row(mtbf: float, times: Times, gpus: int | None) -> Record:
@@ -252,6 +251,10 @@ def _row(mtbf: float, times: Times, gpus: int | None) -> Record:
 
 def text(found: Record) -> str:
     """The record as readable text."""
+
+    def seconds(value: float) -> str:
+        return decimal(value, 0 if value >= 100 else 2)
+
     times = [
         [f"{name}, s", NONE if value is None else f"{value:,.4g}", found["sources"].get(name, "")]
         for name, value in found["times_seconds"].items()
@@ -266,9 +269,9 @@ def text(found: Record) -> str:
                     rate["name"],
                     NONE if row["gpus"] is None else whole(row["gpus"]),
                     duration(row["mtbf_seconds"]),
-                    _seconds(row["best_interval_seconds"]),
+                    seconds(row["best_interval_seconds"]),
                     NONE if steps is None else whole(steps),
-                    *map(_seconds, (row["young_seconds"], row["daly_seconds"])),
+                    *map(seconds, (row["young_seconds"], row["daly_seconds"])),
                     *(percent(row["shares"][part]) for part in PARTS),
                 ]
             )
@@ -277,10 +280,6 @@ def text(found: Record) -> str:
         for rate in found["rates"]
     ]
     return "\n".join([aligned(times), "", *rates, "", aligned(rows)])
-
-
-def _seconds(value: float) -> str:
-    return decimal(value, 0 if value >= 100 else 2)
 
 
 def draw(file: Path, found: Record) -> None:

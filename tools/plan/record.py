@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
@@ -115,27 +114,23 @@ def _stage(step: Step) -> Record:
 
 
 def _communications(step: Step) -> Record:
-    """By axis, without the agreement of all ranks, which is small."""
+    """By axis, calls and bytes of whole tensors, in total and by phase. Axes of which only the
+    agreement of all ranks makes use are left out."""
     axes = ["tensor", "data", *(["pipeline", "embedding_group"] if step.pipeline.ranks > 1 else [])]
     if step.config.parallel.tensor_parallel_mode != "1d" or step.context > 1:  # and their unions
         phases = (calls for phase, calls in step.calls.items() if phase != "agreement")
         used = {call.axis for calls in phases for call in calls}
         axes = [name for name in step.model.rings if name in used]
-    return {axis: _communication(step, axis) for axis in axes}
-
-
-def _communication(step: Step, axis: str) -> Record:
-    """Calls and bytes of whole tensors, in total and by phase."""
-    whole, phases = Counter(calls=0, bytes=0), {}
+    found: Record = {axis: {"calls": 0, "bytes": 0, "by_phase": {}} for axis in axes}
     for phase, calls in step.calls.items():
-        own = Counter[str]()
         for call, times in calls.items():
-            if call.axis == axis:
-                own.update(calls=times, bytes=times * call.bytes)
-        if own:
-            phases[phase] = own
-            whole += own
-    return {**whole, "by_phase": phases}
+            if call.axis in found:
+                whole = found[call.axis]
+                of_phase = whole["by_phase"].setdefault(phase, {"calls": 0, "bytes": 0})
+                for sums in (whole, of_phase):
+                    sums["calls"] += times
+                    sums["bytes"] += times * call.bytes
+    return found
 
 
 def run(planned: Record, gpus: int, iterations: int, price: float | None) -> Record:

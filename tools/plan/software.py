@@ -5,10 +5,10 @@ plan is depends on what of this was measured (error_band)."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.config.model import GPT2Config
 from megatron.config.parallel import TrainingParallelConfig
@@ -18,7 +18,7 @@ from megatron.errors import UsageError
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.train.inputs import vocabulary_of
 from tools.layouts.work import Call, Matmul, Work
-from tools.plan.buckets import WIDE
+from tools.plan.buckets import WIDE, Model
 from tools.plan.hardware import PROGRAMS, Anchor, Hardware, Ring, load_hardware
 from tools.plan.timing import predict
 from tools.plan.trace import Step
@@ -90,16 +90,6 @@ SOFTWARE = dict(zip(PROGRAMS[1:], YEARS, strict=True))
 TORCH_BUCKET = 25 * 2**20  # bytes of a bucket of torch's DistributedDataParallel, --DDP-impl torch
 
 
-class AuthorsModel(NamedTuple):
-    """One rank's part of a GPT-2 in the authors' program. Fields as in trace.Model."""
-
-    local: int
-    own: int
-    rings: Mapping[str, Ring]
-    replicas: str = "data"
-    of_stages: Collection[str] = ("pipeline", "embedding_group")
-
-
 @dataclass(frozen=True)
 class AuthorsStep(Step):
     """A step of a GPT-2 in the authors' program; the rest is as in this project."""
@@ -124,7 +114,7 @@ class AuthorsStep(Step):
         return (self.pipeline.ranks - 1) / (self.pipeline.virtual * self.micro_batches)
 
     @cached_property
-    def model(self) -> AuthorsModel:  # type: ignore[override]
+    def model(self) -> Model:
         model, t, d, p = self.config.model, self.tensor, self.copies, self.pipeline.ranks
         h, ends = model.hidden_size, self.has_head * 2 * model.hidden_size  # the final norm
         local = self.layers * (12 * h * h // t + 7 * h // t + 6 * h) + ends
@@ -140,7 +130,7 @@ class AuthorsStep(Step):
             "pipeline": Ring(p, t * d),
             "embedding_group": Ring(min(p, 2), (p - 1) * t * d, p * t * d),
         }
-        return AuthorsModel(local + positions, own + positions, rings)
+        return Model(rings, "data", local=local + positions, own=own + positions)
 
     @property
     def tokens_of_rank(self) -> int:

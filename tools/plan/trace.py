@@ -62,6 +62,7 @@ class Step:
     precision: str
     device: str = "cuda"
     rank: int = 0
+    is_softmax_fused = True
 
     @cached_property
     def pipeline(self) -> PipelinePlan:
@@ -177,10 +178,6 @@ class Step:
     @property
     def has_head(self) -> bool:
         return self.rank == self.pipeline.ranks - 1
-
-    @property
-    def is_softmax_fused(self) -> bool:
-        return True
 
     @property
     def is_replayed(self) -> bool:

@@ -36,6 +36,7 @@ from megatron.train.inputs import vocabulary_of
 from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import count, forward_backward
 from tools.layouts.job import program_of
+from tools.plan.trace import Step
 
 META = torch.device("meta")
 
@@ -149,15 +150,34 @@ def batches(config: PretrainConfig, number: int = 1) -> list[Batch]:
     return [samples.batch(range(size)).numbered(np.arange(size)) for _ in range(number)]
 
 
-def count_step(config: PretrainConfig, world: int, precision: str, micro_batches: int) -> Traffic:
-    """Collectives of a step of GPUs up to its backward; on meta tensors."""
-    with fake_ranks(config, world, META) as mesh, meta_as("cuda"):
-        traffic, state = Traffic(mesh), state_on(mesh, config, precision)
-        with traffic:
-            counts = count(state, batches(config, micro_batches))
+def run_rank(step: Step) -> tuple[Traffic, SavedBytes, int]:
+    """(communication, bytes kept, number of parameters) of a step up to the end of its backwards on
+    the first rank of a pipeline stage, on meta tensors."""
+    with rank_of(step) as mesh, meta_as(step.device):
+        state = state_on(mesh, step.config, step.precision, step.pipeline)
+        traffic, kept = Traffic(mesh), SavedBytes(state.model)
+        samples = batches(step.config, step.micro_batches)
+        with traffic, kept.counting():
+            counts = count(state, samples)
             traffic.follow(state.model)
-            forward_backward(state, batches(config, micro_batches), counts)
-    return traffic
+            forward_backward(state, samples, counts)
+    return traffic, kept, sum(each.numel() for each in state.model.parameters())
+
+
+def rank_of(step: Step) -> AbstractContextManager[Mesh]:
+    first = step.rank * step.ranks // step.pipeline.ranks
+    return fake_ranks(step.config, step.ranks, META, first)
+
+
+def planned_calls(step: Step) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+    """(calls, bytes) of a step by axis and phase, as in Traffic."""
+    calls, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for phase, found in step.calls.items():
+        for call, times in found.items():
+            key = call.axis, "backward" if phase == "recomputation" else phase
+            calls[key] += times
+            sizes[key] += times * call.bytes
+    return calls, sizes
 
 
 class Sums:

@@ -26,10 +26,11 @@ from tests.tools.plan.counted import (
     META,
     Sums,
     batches,
-    count_step,
     fake_ranks,
     mesh_of,
+    planned_calls,
     preset,
+    run_rank,
     state_on,
 )
 from tools.layouts.job import of_pretraining
@@ -77,13 +78,8 @@ def test_collectives_are_those_of_the_model(name: str, ranks: int, flags: str) -
     config = preset(name, flags)
     config.check(ranks)
     step = Step(config, ranks, "fp16")
-    counted = count_step(config, ranks, "fp16", step.micro_batches)
-    calls, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for phase, found in step.calls.items():
-        for call, times in found.items():
-            key = call.axis, "backward" if phase == "recomputation" else phase
-            calls[key] += times
-            sizes[key] += times * call.bytes
+    counted, *_ = run_rank(step)
+    calls, sizes = planned_calls(step)
     # The ranks' agreement after the backward is not counted: terms of the loss, then the norm.
     terms = 2 if "bert" in name else 1
     for axis, size in (("tensor", 3 * 8), ("data", (1 + terms) * 8)):

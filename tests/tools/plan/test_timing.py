@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.step import count, forward_backward
+from megatron.train.step import forward_backward
 from tests.tools.plan.counted import (
     META,
-    SavedBytes,
-    Traffic,
     batches,
-    fake_ranks,
+    planned_calls,
     preset,
+    rank_of,
+    run_rank,
     state_on,
 )
 from tools.layouts.work import Matmul, Meter, on_meta
@@ -300,40 +300,23 @@ GPT3 = "gpt3_175b --global-batch-size 16"  # two micro-batches of one sample on 
 MILLIONS = [2822.7, *[2718.9] * 6, 2797.6]  # of each stage, on each tensor-parallel rank
 
 
-def rank_of(stage: int, step: Step) -> int:
-    """The first one of the stage."""
-    return stage * step.ranks // step.pipeline.ranks
-
-
-def found_on(stage: int, step: Step) -> tuple[Traffic, SavedBytes, int]:
-    """(communication of forwards and backwards, activations, parameters of the rank)."""
-    config, rank = step.config, rank_of(stage, step)
-    with fake_ranks(config, step.ranks, META, rank) as mesh:
-        state = state_on(mesh, config, step.precision, step.pipeline)
-        traffic, kept = Traffic(mesh), SavedBytes(state.model)
-        samples = batches(config, step.micro_batches)
-        with traffic, kept.counting():
-            forward_backward(state, samples, count(state, samples))
-        return traffic, kept, sum(each.numel() for each in state.model.parameters())
-
-
-def by_axis(calls: Counter[tuple[str, str]]) -> Counter[str]:
-    found = Counter[str]()
-    for (axis, _), number in calls.items():
-        found[axis] += number
+def by_axis(*counts: Counter[tuple[str, str]]) -> list[Counter[str]]:
+    """Counts without the phases."""
+    found = [Counter[str]() for _ in counts]
+    for own, each in zip(found, counts, strict=True):
+        for (axis, _), number in each.items():
+            own[axis] += number
     return found
 
 
-def planned_by_axis(step: Step) -> tuple[Counter[str], Counter[str]]:
-    """(calls, bytes), without what ranks agree on after the backward."""
-    calls, sizes = Counter[str](), Counter[str]()
-    for phase, found in step.calls.items():
-        for call, times in found.items():
-            if phase == "agreement" and call.axis != "data":
-                continue
-            calls[call.axis] += times
-            sizes[call.axis] += times * call.bytes
-    return calls, sizes
+def planned_by_axis(step: Step) -> list[Counter[str]]:
+    """Calls and bytes, without what ranks agree on after the backward."""
+    found = planned_calls(step)
+    for each in found:
+        for axis, phase in [*each]:
+            if phase == "agreement" and axis != "data":
+                del each[axis, phase]
+    return by_axis(*found)
 
 
 def test_gpt_3_on_512_gpus() -> None:
@@ -346,11 +329,10 @@ def test_gpt_3_on_512_gpus() -> None:
     assert step.parameters == 174_604_259_328
     for stage in (0, 3, 7):
         own = step.stages[stage]
-        traffic, kept, parameters = found_on(stage, step)
+        traffic, kept, parameters = run_rank(own)
         assert own.model.local == parameters
         calls, sizes = planned_by_axis(own)
-        assert calls == by_axis(traffic.calls)
-        assert sizes == by_axis(traffic.bytes)
+        assert [calls, sizes] == by_axis(traffic.calls, traffic.bytes)
         assert calls["pipeline"] == 2 * (1 if stage in (0, 7) else 2)
         assert calls["embedding_group"] == (stage in (0, 7))
         assert own.memory["activations"] == pytest.approx(kept.most, rel=0.01)
@@ -377,8 +359,8 @@ TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 def test_every_schedule(flags: str) -> None:
     step = small(flags)
     for own in step.stages:
-        traffic, kept, _ = found_on(own.rank, step)
-        assert planned_by_axis(own) == (by_axis(traffic.calls), by_axis(traffic.bytes))
+        traffic, kept, _ = run_rank(own)
+        assert planned_by_axis(own) == by_axis(traffic.calls, traffic.bytes)
         memory = own.memory
         if "zb-h1" not in flags:  # which keeps more than autograd does
             assert memory["activations"] == pytest.approx(kept.most, rel=0.01)
@@ -396,7 +378,7 @@ def small(*flags: str) -> Step:
 
 def most_at_a_time(step: Step) -> int:
     """Bytes of all that forwards and backwards make, messages too."""
-    with fake_ranks(step.config, step.ranks, META, rank_of(step.rank, step)) as mesh:
+    with rank_of(step) as mesh:
         state = state_on(mesh, step.config, step.precision, step.pipeline)
         there = [bucket.gradients for bucket in state.gradients.buckets]
         meter = Meter(mesh, [*state.model.parameters(), *there])
