@@ -37,7 +37,6 @@ VARIED = {
 PLAIN = {EACH: None, **dict.fromkeys(ENDS), "use_distributed_optimizer": False}
 PARTS = VARIED | {name: ("parallel", name) for name in PLAIN}
 SIZES = ("tensor_model_parallel_size", "micro_batch_size")  # that `nearest` doubles
-GRANULARITIES = ("none", "selective", "full")
 Row = dict[str, Any]
 
 
@@ -155,7 +154,7 @@ def smallest_change(
     cuts = (False, True) if config.parallel.tensor_parallel_mode == "1d" else (False,)
     for more in (gpus * 2**power for power in range(MOST_DOUBLINGS + 1)):
         found = list[tuple[int, float, str]]()
-        for cut, again in product(cuts, GRANULARITIES):
+        for cut, again in product(cuts, config.model.granularities):
             kind = varied(kept, sequence_parallel=cut, recompute_granularity=again)
             for each in near(kind, more):
                 step = QuickStep(each, more, precision, hardware.device)
