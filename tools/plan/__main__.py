@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.config import help as helps
-from megatron.config.checks import non_negative, positive, writable
+from megatron.config.checks import at_least, needs, non_negative, positive, writable
 from megatron.config.launch import world_size
 from megatron.config.model import RecomputeGranularity
 from megatron.config.parallel import ParallelConfig
@@ -97,10 +97,8 @@ class QuestionConfig(FilesConfig):
         super().__post_init__()
         positive(self, "gpus", "tokens")
         non_negative(self, "price")
-        for name in ("tokens", "price"):
-            if (value := getattr(self, name)) is not None and not self.days:
-                works = (flag(name), str(value), "--days")
-                raise UsageError(flag(name), value, "given with --days", works=works)
+        needs(self, "tokens", "days")
+        needs(self, "price", "days")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +131,7 @@ class ModesConfig(FilesConfig):
         super().__post_init__()
         sizes = ("hidden_size", "num_attention_heads", "seq_length", "global_batch_size")
         positive(self, *sizes)
-        if self.most_gpus < 4:
-            works = ("--most-gpus", "4")
-            raise UsageError("--most-gpus", self.most_gpus, "at least 4", works=works)
+        at_least(self, most_gpus=4)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -194,11 +194,9 @@ class Ring:
         pair = Ring(2, self.stride)
         if table := pair._measured("message", hardware):
             return interpolated(table, size)
-        is_inside = pair.inside(hardware) == 2
-        hop = hardware.link_latency if is_inside else hardware.network_latency
-        if not is_inside and hardware.message_share is not None:
+        if hardware.message_share is not None:
             hardware = replace(hardware, network_share=hardware.message_share)
-        return size / pair.bandwidth(hardware) + hardware.base_latency + hop
+        return pair.shift(size, hardware)
 
     def shift(self, size: float, hardware: Hardware) -> float:
         """Seconds in which each rank sends `size` bytes to the next one."""
