@@ -3,14 +3,14 @@
 `right` is the method as it should be; the docstring is what a report says. The first argument of
 `fault` names the method, `among` the numbers of ranks that the fault is between, here in one
 process ((1,): it does not depend on them), `models` where it exists, and `base` is Replicas where
-ranks get weights that differ. The resumed run is that after step 3.
+ranks get weights that differ. A resume follows step 3.
 
-The fixtures have no dropout, and a trainer is given their weights; masks and initial values that
-differ by rank are random, so no figure would name them (`initial_values_of_first_shard` has one).
+The fixtures have no dropout, and a trainer is given their weights. Masks and initial values that
+differ by rank are random, so they have no figures; `initial_values_of_first_shard` is not random.
 Faults that theory makes equal are one: a rank that reads another's samples is
 `gradients_not_reduced`; gradients divided by the number of micro-batches are `gradients_over_ranks`
-of two. Megatron-LM issue 7452: number 3 is `local_counts_in_gradients`, 7
-`scatter_over_wrong_group`, 8 `norm_of_first_ranks_heads`.
+between two ranks, as a step has two micro-batches. Megatron-LM issue 7452: number 3 is
+`local_counts_in_gradients`, 7 `scatter_over_wrong_group`, 8 `norm_of_first_ranks_heads`.
 """
 
 from __future__ import annotations
@@ -18,28 +18,32 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from conformance.fixture import COMPARED, IGNORED, NAMES, MicroBatch
+from conformance.fixture import COMPARED, IGNORED, NAMES, MicroBatch, is_norm
 from conformance.plain import DataRank, Trainer, Weights, scored
 
 Batches = Sequence[MicroBatch]
 Right = Callable[..., Any]
 Result = tuple[float, Weights]
+Step = tuple[float, float, Weights]
 
 FAULTS: dict[str, type[Trainer]] = {}
 RANKS = (2, 4)
-TIED = ("gpt2", "bert")  # models
+TIED = BIASED = ("gpt2", "bert")  # models
+CAUSAL = ("gpt2", "llama")
 RESUMED = COMPARED[0]  # steps before the run is interrupted
 # How tensor parallelism cuts weights: by columns (what a layer gives) and by rows (what it is
 # given); others are whole on each rank.
-HEADS = r"c_attn|[qkv]_proj|query|key|value"
-COLUMNS = rf"{HEADS}|c_fc|gate_proj|up_proj|intermediate|wte|embed_tokens|lm_head|word_emb|ns\.bias"
+QKV = r"c_attn|[qkv]_proj|query|key|value"
+COLUMNS = rf"{QKV}|c_fc|gate_proj|up_proj|intermediate|wte|embed_tokens|lm_head|word_embeddings"
+COLUMNS += r"|predictions\.bias"
 CUT = rf"{COLUMNS}|c_proj\.weight|o_proj|down_proj|\.output\.dense\.weight"
-EMBEDDINGS = r"wte|wpe|embed"
+EMBEDDINGS = r"wte|wpe|embed_tokens|_embeddings\."
 
 
 def fault(
@@ -65,39 +69,40 @@ def fault(
 class Replicas(Trainer):
     """Data-parallel ranks with weights of their own, which a fault lets come apart.
 
-    The figures are the first rank's. A rank's gradient is that of the mean over ranks, as DDP has
-    it: its samples' part of the loss, times the number of ranks.
+    The loss is that of all ranks, the other figures are the first rank's. A rank's own gradient is
+    that of its part of the loss, times the ranks: their mean is the whole gradient, as in DDP.
     """
 
     rank_class: type[DataRank] = DataRank
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.all = [
+        self.replicas = [
             self.rank_class(self.fixture, self.dtype, self.ranks) for _ in range(self.ranks)
         ]
-        for number, each in enumerate(self.all):
+        for number, each in enumerate(self.replicas):
             each.rank = number
-        self.weights = self.all[0].weights
+        self.weights = self.replicas[0].weights
 
     def reduced(self, own: list[Weights]) -> list[Weights]:
         """The gradients with which each rank updates, of each rank's own ones."""
-        return [mean(own)] * self.ranks
+        return [mean_over_ranks(own)] * self.ranks
 
     def publish(self, before: list[Weights]) -> None:
-        """After the update, ranks send each other what they own. before: weights of each rank."""
+        """After the update, ranks send each other the shards that they own. before: each rank's
+        weights before the update."""
 
-    def step(self, number: int) -> tuple[float, float, Weights]:
-        parts = [each.loss_and_gradients(each.micro_batches(number)) for each in self.all]
+    def step(self, number: int) -> Step:
+        parts = [each.loss_and_gradients(each.micro_batches(number)) for each in self.replicas]
         gradients = self.reduced([scaled(own, self.ranks) for _, own in parts])
-        before: list[Weights] = [dict(each.weights) for each in self.all]
-        for each, own in zip(self.all, gradients, strict=True):
+        before: list[Weights] = [dict(each.weights) for each in self.replicas]
+        for each, own in zip(self.replicas, gradients, strict=True):
             each.update(each.clipped(own, each.norm(own)))
         self.publish(before)
         return sum(loss for loss, _ in parts), self.norm(gradients[0]), gradients[0]
 
 
-def mean(ranks: Sequence[Weights]) -> Weights:
+def mean_over_ranks(ranks: Sequence[Weights]) -> Weights:
     return {name: sum(each[name] for each in ranks) / len(ranks) for name in ranks[0]}
 
 
@@ -105,14 +110,25 @@ def scaled(gradients: Weights, scale: float) -> Weights:
     return {name: each * scale for name, each in gradients.items()}
 
 
-def in_bf16(tensors: Weights) -> dict[str, Tensor]:
-    return {name: each.bfloat16().to(each.dtype) for name, each in tensors.items()}
+def rounded(tensor: Tensor) -> Tensor:
+    """To bf16."""
+    return tensor.bfloat16().to(tensor.dtype)
+
+
+def all_rounded(tensors: Weights) -> dict[str, Tensor]:
+    return {name: rounded(each) for name, each in tensors.items()}
+
+
+def tie(t: Trainer) -> tuple[str, str]:
+    """The two names of the tied weight: of the embedding and of the output layer."""
+    embedding, output = t.facts["tied"][0]
+    return embedding, output
 
 
 # The loss and its denominators
 
 
-def means(micro_batches: Batches, groups: Sequence[Tensor]) -> list[Tensor]:
+def weights_of_means(micro_batches: Batches, groups: Sequence[Tensor]) -> list[Tensor]:
     """Token weights of a mean of means. groups: the number of each token's group, [b, s]."""
     marks = [scored(each) for each in micro_batches]
     groups = [each.expand(mark.shape) for each, mark in zip(groups, marks, strict=True)]
@@ -135,20 +151,24 @@ def context_ranks(t: Trainer, batch: MicroBatch) -> Tensor:
 @fault("token_weights")
 def micro_batch_means(t: Trainer, right: Right, micro_batches: Batches) -> list[Tensor]:
     """The loss is the mean of the micro-batches' means."""
-    return means(micro_batches, [torch.tensor(number) for number, _ in enumerate(micro_batches)])
+    return weights_of_means(
+        micro_batches, [torch.tensor(number) for number, _ in enumerate(micro_batches)]
+    )
 
 
 @fault("token_weights")
 def sample_means(t: Trainer, right: Right, micro_batches: Batches) -> list[Tensor]:
     """The loss is the mean of the samples' means."""
     samples = torch.arange(sum(len(each.labels) for each in micro_batches))[:, None]
-    return means(micro_batches, samples.split([len(each.labels) for each in micro_batches]))
+    return weights_of_means(
+        micro_batches, samples.split([len(each.labels) for each in micro_batches])
+    )
 
 
 @fault("token_weights", RANKS)
 def data_rank_means(t: Trainer, right: Right, micro_batches: Batches) -> list[Tensor]:
     """The loss is the mean of the data-parallel ranks' means over their samples of the batch."""
-    return means(micro_batches, [data_ranks(t, each) for each in micro_batches])
+    return weights_of_means(micro_batches, [data_ranks(t, each) for each in micro_batches])
 
 
 # A rank of four has one sample of each micro-batch: that is sample_means.
@@ -156,13 +176,13 @@ def data_rank_means(t: Trainer, right: Right, micro_batches: Batches) -> list[Te
 def data_rank_micro_batch_means(t: Trainer, right: Right, micro_batches: Batches) -> list[Tensor]:
     """The loss is the mean of each data-parallel rank's mean over each micro-batch."""
     pairs = enumerate(micro_batches)
-    return means(micro_batches, [data_ranks(t, each) + t.ranks * i for i, each in pairs])
+    return weights_of_means(micro_batches, [data_ranks(t, each) + t.ranks * i for i, each in pairs])
 
 
 @fault("token_weights", RANKS)
 def context_rank_means(t: Trainer, right: Right, micro_batches: Batches) -> list[Tensor]:
     """The loss is the mean of the context-parallel ranks' means over their parts of sequences."""
-    return means(micro_batches, [context_ranks(t, each) for each in micro_batches])
+    return weights_of_means(micro_batches, [context_ranks(t, each) for each in micro_batches])
 
 
 @fault("loss_and_gradients", RANKS)
@@ -222,9 +242,6 @@ def padding_attended(t: Trainer, right: Right, batch: MicroBatch) -> Tensor:
     return torch.ones_like(right(batch))
 
 
-CAUSAL = ("gpt2", "llama")  # models
-
-
 @fault("allowed", models=CAUSAL)
 def next_token_seen(t: Trainer, right: Right, batch: MicroBatch) -> Tensor:
     """A token sees the one after it: the causal mask is off by one."""
@@ -252,7 +269,7 @@ def labels_shifted_twice(t: Trainer, right: Right, step: int) -> Batches:
 
 @fault("loss_and_gradients")
 def gradients_times_count(t: Trainer, right: Right, micro_batches: Batches) -> Result:
-    """Gradients are of the sum over tokens, not of their mean."""
+    """Gradients are multiplied by the number of scored tokens: summed where a mean was due."""
     loss, gradients = right(micro_batches)
     return loss, scaled(gradients, float(sum(scored(each).sum() for each in micro_batches)))
 
@@ -287,7 +304,8 @@ def gradients_of_last_micro_batch(
 
 @fault("added", RANKS)
 def micro_batches_reduced_again(t: Trainer, right: Right, total: Weights, part: Weights) -> Weights:
-    """Ranks add up their sums after each micro-batch, so that those before it are added again."""
+    """Ranks add up the accumulated gradients after each micro-batch, so that those before it are
+    added up again."""
     return right(scaled(total, t.ranks), part)
 
 
@@ -295,41 +313,59 @@ def micro_batches_reduced_again(t: Trainer, right: Right, total: Weights, part: 
 def gradients_not_zeroed(t: Trainer, right: Right, micro_batches: Batches) -> Result:
     """Gradients are added to those of the steps before."""
     loss, gradients = right(micro_batches)
-    t.kept = t.added(t.kept, gradients) if t.step_count else gradients
-    return loss, t.kept
+    t.summed = t.added(t.summed, gradients) if t.step_count else gradients
+    return loss, t.summed
 
 
-@fault("reduced", RANKS, base=Replicas)
-def earlier_micro_batches_not_reduced(t: Replicas, right: Right, own: list[Weights]) -> Any:
-    """Gradients of all micro-batches but the last are the rank's own: they alone are reduced."""
-    last = [scaled(each.last, t.ranks) for each in t.all]
-    whole = mean(last)
+class LastKept(DataRank):
+    """last: the gradients of the last micro-batch."""
+
+    last: Weights
+
+    def added(self, total: Weights, part: Weights) -> Weights:
+        self.last = part
+        return super().added(total, part)
+
+
+class ReplicasWithLast(Replicas):
+    rank_class = LastKept
+
+
+@fault("reduced", RANKS, base=ReplicasWithLast)
+def earlier_micro_batches_not_reduced(
+    t: ReplicasWithLast, right: Right, own: list[Weights]
+) -> list[Weights]:
+    """The last micro-batch's gradients alone are reduced; those before it are the rank's own."""
+    last = [scaled(each.last, t.ranks) for each in t.replicas]
+    whole = mean_over_ranks(last)
     pairs = zip(own, last, strict=True)
     return [{n: g[n] - part[n] + whole[n] for n in g} for g, part in pairs]
 
 
-def kept(own: list[Weights], names: str) -> list[Weights]:
-    """Each rank's gradients, of which those with such names are not reduced."""
-    whole = mean(own)
-    return [{n: g[n] if re.search(names, n) else whole[n] for n in g} for g in own]
+def unreduced(own: list[Weights], is_own: Callable[[str], object]) -> list[Weights]:
+    """The means over ranks, but of the names with is_own(name) each rank's own gradients."""
+    whole = mean_over_ranks(own)
+    return [{n: g[n] if is_own(n) else whole[n] for n in g} for g in own]
 
 
 @fault("reduced", RANKS, base=Replicas)
-def vectors_not_reduced(t: Replicas, right: Right, own: list[Weights]) -> Any:
+def vectors_not_reduced(t: Replicas, right: Right, own: list[Weights]) -> list[Weights]:
     """Gradients of biases and norms are the rank's own."""
-    return kept(own, "|".join(rf"^{re.escape(n)}$" for n, each in own[0].items() if each.dim() < 2))
+    return unreduced(own, lambda name: own[0][name].dim() < 2)
 
 
 @fault("reduced", RANKS, base=Replicas)
-def embeddings_not_reduced(t: Replicas, right: Right, own: list[Weights]) -> Any:
+def embeddings_not_reduced(t: Replicas, right: Right, own: list[Weights]) -> list[Weights]:
     """Gradients of embeddings are the rank's own."""
-    return kept(own, EMBEDDINGS)
+    return unreduced(own, re.compile(EMBEDDINGS).search)
 
 
 @fault("reduced", RANKS, base=Replicas)
-def parameters_outside_layers_not_reduced(t: Replicas, right: Right, own: list[Weights]) -> Any:
+def parameters_outside_layers_not_reduced(
+    t: Replicas, right: Right, own: list[Weights]
+) -> list[Weights]:
     """Gradients of all parameters outside of the layers are the rank's own."""
-    return kept(own, r"^(?!.*\.\d+\.)")
+    return unreduced(own, lambda name: not re.search(r"\.\d+\.", name))
 
 
 @fault("loss_and_gradients", RANKS)
@@ -344,7 +380,7 @@ def replicated_gradients_times_ranks(t: Trainer, right: Right, micro_batches: Ba
 def gradients_in_bf16(t: Trainer, right: Right, micro_batches: Batches) -> Result:
     """Gradients are rounded to bf16."""
     loss, gradients = right(micro_batches)
-    return loss, in_bf16(gradients)
+    return loss, all_rounded(gradients)
 
 
 @fault("micro_batches")
@@ -362,13 +398,13 @@ def partial_micro_batch_dropped(t: Trainer, right: Right, step: int) -> Batches:
 
 @fault("used", RANKS)
 def norm_gradients_of_first_rank(t: Trainer, right: Right, weights: Weights) -> Weights:
-    """Gradients of norms and of biases after row-parallel layers are of the first rank's part of
-    each sequence: sequence parallelism without their sum."""
+    """Gradients of norms and row-parallel biases, but for those of BERT's heads, are of the first
+    rank's part of each sequence: sequence parallelism does not add them up."""
     first = (context_ranks(t, t.batches[0][0]) == 0)[:, None]
-    whole = {n for n, w in weights.items() if w.dim() == 1}
-    whole = {n for n in whole if not re.search(rf"{COLUMNS}|cls\.|pooler", n)}
+    replicated = {n for n, w in weights.items() if w.dim() == 1}
+    replicated = {n for n in replicated if not re.search(rf"{COLUMNS}|cls\.|pooler", n)}
     used = right(weights)
-    return {**used, **{n: torch.where(first, used[n], used[n].detach()) for n in whole}}
+    return {**used, **{n: torch.where(first, used[n], used[n].detach()) for n in replicated}}
 
 
 @fault("used", RANKS, ("llama",))
@@ -429,15 +465,15 @@ def replicated_weights_counted_again(t: Trainer, right: Right, gradients: Weight
 
 @fault("norm")
 def norm_without_heads(t: Trainer, right: Right, gradients: Weights) -> float:
-    """The norm leaves out weights that are cut by attention heads."""
-    return right({n: g for n, g in gradients.items() if not re.search(HEADS, n)})
+    """The norm leaves out query, key and value."""
+    return right({n: g for n, g in gradients.items() if not re.search(QKV, n)})
 
 
 @fault("norm", RANKS)
 def norm_of_first_ranks_heads(t: Trainer, right: Right, gradients: Weights) -> float:
-    """The norm counts of weights that are cut by attention heads the first rank's shards alone."""
+    """The norm counts the first rank's shards of query, key and value, and no others of them."""
     counted = dict(gradients)
-    for name in (each for each in gradients if re.search(HEADS, each)):
+    for name in (each for each in gradients if re.search(QKV, each)):
         dim, places = first_shard(name, counted[name], t.ranks)
         counted[name] = counted[name].index_select(dim, places.unique())
     return right(counted)
@@ -445,7 +481,8 @@ def norm_of_first_ranks_heads(t: Trainer, right: Right, gradients: Weights) -> f
 
 @fault("norm", RANKS)
 def norm_times_ranks(t: Trainer, right: Right, gradients: Weights) -> float:
-    """The norm is as many times too large as there are ranks: that of sums, where means follow."""
+    """The norm is as many times too large as there are ranks: it is taken of sums, of which means
+    are made later."""
     return right(gradients) * t.ranks
 
 
@@ -459,7 +496,7 @@ def norm_of_replicas(t: Trainer, right: Right, gradients: Weights) -> float:
 @fault("norm", models=TIED)
 def norm_counts_tied_weight_twice(t: Trainer, right: Right, gradients: Weights) -> float:
     """The norm counts the tied weight once for each use."""
-    return right({**gradients, "again": gradients[t.facts["tied"][0][0]]})
+    return right({**gradients, "again": gradients[tie(t)[0]]})
 
 
 @fault("norm")
@@ -468,11 +505,13 @@ def norm_is_sum_of_norms(t: Trainer, right: Right, gradients: Weights) -> float:
     return sum(right({name: each}) for name, each in gradients.items())
 
 
-def clipped_in_parts(t: Trainer, right: Right, gradients: Weights, key: Any) -> Weights:
-    """Each part, of the names with one key, is clipped by its own norm."""
-    parts: dict[Any, dict[str, Tensor]] = {}
+def clipped_in_parts(
+    t: Trainer, right: Right, gradients: Weights, part_of: Callable[[str], object]
+) -> Weights:
+    """Gradients of names with the same part_of(name) are clipped together."""
+    parts: dict[object, dict[str, Tensor]] = {}
     for name, each in gradients.items():
-        parts.setdefault(key(name), {})[name] = each
+        parts.setdefault(part_of(name), {})[name] = each
     clipped: dict[str, Tensor] = {}
     for part in parts.values():
         clipped |= right(part, t.norm(part))
@@ -489,7 +528,7 @@ def clipped_by_group(t: Trainer, right: Right, gradients: Weights, norm: float) 
 @fault("clipped", models=("bert",))
 def clipped_by_parameter(t: Trainer, right: Right, gradients: Weights, norm: float) -> Weights:
     """Each parameter is clipped by its own norm."""
-    return clipped_in_parts(t, right, gradients, str)
+    return clipped_in_parts(t, right, gradients, lambda name: name)
 
 
 @fault("clipped")
@@ -505,7 +544,7 @@ def micro_batches_clipped(t: Trainer, right: Right, total: Weights, part: Weight
 
 
 @fault("reduced", RANKS, base=Replicas)
-def clipped_before_reduction(t: Replicas, right: Right, own: list[Weights]) -> Any:
+def clipped_before_reduction(t: Replicas, right: Right, own: list[Weights]) -> list[Weights]:
     """Each data-parallel rank clips its own gradients by their norm, before they are reduced."""
     return right([t.clipped(each, t.norm(each)) for each in own])
 
@@ -533,8 +572,8 @@ def steps_counted_by_micro_batch(t: Trainer, right: Right) -> tuple[float, float
 @fault("update")
 def gradients_of_step_before(t: Trainer, right: Right, gradients: Weights) -> None:
     """An update has the gradients of the step before; the first one has none."""
-    before = t.kept if t.step_count else scaled(gradients, 0)
-    t.kept = gradients
+    before = t.before if t.step_count else scaled(gradients, 0)
+    t.before = gradients
     right(before)
 
 
@@ -550,16 +589,14 @@ def first_update_lost(t: Trainer, right: Right, gradients: Weights) -> None:
 def weights_in_bf16(t: Trainer, right: Right, gradients: Weights) -> None:
     """Weights are rounded to bf16 after each update: there are no master weights."""
     right(gradients)
-    t.weights = in_bf16(t.weights)
+    t.weights = all_rounded(t.weights)
 
 
 @fault("update")
 def moments_in_bf16(t: Trainer, right: Right, gradients: Weights) -> None:
     """AdamW's moments are rounded to bf16 after each update."""
     right(gradients)
-    t.moments = {
-        n: (m.bfloat16().to(m.dtype), v.bfloat16().to(v.dtype)) for n, (m, v) in t.moments.items()
-    }
+    t.moments = {name: (rounded(m), rounded(v)) for name, (m, v) in t.moments.items()}
 
 
 class DecayInGradient(Trainer):
@@ -594,11 +631,11 @@ def all_decayed(t: Trainer, right: Right, name: str) -> float:
     return t.facts["optimizer"]["weight_decay"]
 
 
-@fault("decay", models=TIED)  # without biases that is all_decayed
+@fault("decay", models=BIASED)  # without biases that is all_decayed
 def norms_decayed(t: Trainer, right: Right, name: str) -> float:
     """Weight decay acts on the weights of norms too."""
-    is_norm = re.search(r"ln_|norm", name, re.IGNORECASE) and name.endswith("weight")
-    return t.facts["optimizer"]["weight_decay"] if is_norm else right(name)
+    decays = is_norm(name) and name.endswith("weight")
+    return t.facts["optimizer"]["weight_decay"] if decays else right(name)
 
 
 @fault("decay")
@@ -616,15 +653,14 @@ class TieLost(Trainer):
     models = TIED
 
     def first_weights(self) -> dict[str, Tensor]:
-        weights = super().first_weights()
-        name, copy = self.facts["tied"][0]
+        weights, (name, copy) = super().first_weights(), tie(self)
         return {**weights, copy: weights[name]}
 
     def used(self, weights: Weights) -> Weights:
         return {**super().used(weights), **weights}
 
     def decay(self, name: str) -> float:
-        tied, copy = self.facts["tied"][0]
+        tied, copy = tie(self)
         return super().decay(tied if name == copy else name)
 
 
@@ -635,9 +671,9 @@ class TieLostOnResume(TieLost):
     def first_weights(self) -> dict[str, Tensor]:
         return Trainer.first_weights(self)
 
-    def step(self, number: int) -> tuple[float, float, Weights]:
+    def step(self, number: int) -> Step:
         if number == RESUMED:
-            name, copy = self.facts["tied"][0]
+            name, copy = tie(self)
             self.weights[copy], self.moments[copy] = self.weights[name], self.moments[name]
         return super().step(number)
 
@@ -648,14 +684,14 @@ FAULTS |= {"tie_lost": TieLost, "tie_lost_on_resume": TieLostOnResume}
 @fault("used", models=TIED)
 def tied_gradient_of_output_alone(t: Trainer, right: Right, weights: Weights) -> Weights:
     """The gradient of the tied weight lacks its use as the embedding."""
-    name, _ = t.facts["tied"][0]
+    name, _ = tie(t)
     return {**right(weights), name: weights[name].detach()}
 
 
 @fault("used", models=TIED)
 def tied_gradient_of_embedding_alone(t: Trainer, right: Right, weights: Weights) -> Weights:
     """The gradient of the tied weight lacks its use as the output layer."""
-    name, other = t.facts["tied"][0]
+    name, other = tie(t)
     return {**right(weights), other: weights[name].detach()}
 
 
@@ -663,14 +699,14 @@ def tied_gradient_of_embedding_alone(t: Trainer, right: Right, weights: Weights)
 def tied_gradient_doubled(t: Trainer, right: Right, micro_batches: Batches) -> Result:
     """The gradient of the tied weight is added twice."""
     loss, gradients = right(micro_batches)
-    name, _ = t.facts["tied"][0]
+    name, _ = tie(t)
     return loss, {**gradients, name: gradients[name] * 2}
 
 
 @fault("update", models=TIED)
 def tied_weight_updated_twice(t: Trainer, right: Right, gradients: Weights) -> None:
     """The optimizer has the tied weight under both names, and updates it twice."""
-    name, _ = t.facts["tied"][0]
+    name, _ = tie(t)
     right(gradients)
     t.step_count -= 1
     right({name: gradients[name]})
@@ -680,7 +716,7 @@ class Untied(DataRank):
     """The tied weight's gradient as the output layer is apart, under that layer's name."""
 
     def loss_and_gradients(self, micro_batches: Batches) -> Result:
-        name, other = self.facts["tied"][0]
+        name, other = tie(self)
         self.weights[other] = self.weights[name]
         result = super().loss_and_gradients(micro_batches)
         del self.weights[other]
@@ -693,32 +729,36 @@ class Untied(DataRank):
 class TiedReplicas(Replicas):
     rank_class = Untied
 
-    def one_use_kept(self, own: list[Weights], use: int) -> list[Weights]:
-        """Gradients without the reduction of one use: 0 the embedding, 1 the output layer."""
-        name, other = self.facts["tied"][0]
-        ranks = kept(own, rf"^{re.escape((name, other)[use])}$")
+    def one_use_unreduced(self, own: list[Weights], use: str) -> list[Weights]:
+        """Means over ranks, but of one use of the tied weight, by its name, own gradients."""
+        name, other = tie(self)
+        ranks = unreduced(own, use.__eq__)
         sums = ({**each, name: each[name] + each[other]} for each in ranks)
         return [{n: g for n, g in each.items() if n != other} for each in sums]
 
 
 @fault("reduced", RANKS, TIED, TiedReplicas)
-def output_use_of_tie_not_reduced(t: TiedReplicas, right: Right, own: list[Weights]) -> Any:
+def output_use_of_tie_not_reduced(
+    t: TiedReplicas, right: Right, own: list[Weights]
+) -> list[Weights]:
     """The tied weight's gradient as the output layer is the rank's own; that as the embedding is
     reduced."""
-    return t.one_use_kept(own, 1)
+    return t.one_use_unreduced(own, tie(t)[1])
 
 
 @fault("reduced", RANKS, TIED, TiedReplicas)
-def embedding_use_of_tie_not_reduced(t: TiedReplicas, right: Right, own: list[Weights]) -> Any:
+def embedding_use_of_tie_not_reduced(
+    t: TiedReplicas, right: Right, own: list[Weights]
+) -> list[Weights]:
     """The tied weight's gradient as the embedding is the rank's own; that as the output layer is
     reduced."""
-    return t.one_use_kept(own, 0)
+    return t.one_use_unreduced(own, tie(t)[0])
 
 
 @fault("used", models=TIED)
 def tied_weight_stale(t: Trainer, right: Right, weights: Weights) -> Weights:
     """The output layer keeps the first weight of the embedding; the gradient is whole."""
-    name, other = t.facts["tied"][0]
+    name, other = tie(t)
     stale = t.first_weights()[name] - weights[name]
     return {**right(weights), other: weights[name] + stale.detach()}
 
@@ -727,7 +767,7 @@ def tied_weight_stale(t: Trainer, right: Right, weights: Weights) -> Weights:
 def part_of_tied_weight_stale(t: Trainer, right: Right, weights: Weights) -> Weights:
     """The embedding keeps its first values in the shards of all ranks but the first; the output
     layer has the new ones, and the gradient is whole."""
-    name, _ = t.facts["tied"][0]
+    name, _ = tie(t)
     now = weights[name]
     shard = -(-len(now) // t.ranks)
     stale = now + (t.first_weights()[name] - now).detach()
@@ -745,7 +785,7 @@ def fused_heads_cut_across(t: Trainer, right: Right, weights: Weights) -> Weight
     return used
 
 
-@fault("used", RANKS, TIED)
+@fault("used", RANKS, BIASED)
 def row_bias_added_by_each_rank(t: Trainer, right: Right, weights: Weights) -> Weights:
     """Each tensor-parallel rank adds the bias of a row-parallel layer before their sum."""
     names = (n for n in weights if re.search(r"c_proj\.bias|output\.dense\.bias", n))
@@ -784,11 +824,10 @@ def initial_values_of_first_shard(t: Trainer, right: Right) -> Weights:
     }
 
 
-def of_owners(t: Replicas, sent: Any) -> None:
-    """Each rank keeps its shards of the update, and has those of sent(rank, owner) of others."""
-    new = [dict(each.weights) for each in t.all]
-    for rank, each in enumerate(t.all):
-        for name, weight in new[rank].items():
+def of_owners(t: Replicas, sent: Callable[[int, int], Weights]) -> None:
+    """Each rank keeps its own shards; another owner's are those of sent(rank, owner)."""
+    for rank, each in enumerate(t.replicas):
+        for name, weight in each.weights.items():
             shards = list(weight.chunk(t.ranks))
             for owner in range(len(shards)):
                 if owner != rank:
@@ -835,68 +874,71 @@ def scatter_over_wrong_group(t: Trainer, right: Right, x: Tensor) -> Tensor:
 # Resuming
 
 
-@fault("step")
-def moments_lost(t: Trainer, right: Right, number: int) -> tuple[float, float, Weights]:
+def on_resume(
+    among: tuple[int, ...] = (1,), base: type[Trainer] = Trainer
+) -> Callable[[Callable[..., None]], Callable[..., Any]]:
+    """Makes a Trainer from a function that changes its state before the first step of a resumed
+    run."""
+
+    def add(wrong: Callable[..., None]) -> Callable[..., Any]:
+        @wraps(wrong)
+        def step(t: Trainer, right: Right, number: int) -> Any:
+            if number == RESUMED:
+                wrong(t)
+            return right(number)
+
+        return fault("step", among, base=base)(step)
+
+    return add
+
+
+@on_resume()
+def moments_lost(t: Trainer) -> None:
     """A resumed run starts with an optimizer without state."""
-    if number == RESUMED:
-        t.moments, t.step_count = t.no_moments(), 0
-    return right(number)
+    t.moments, t.step_count = t.no_moments(), 0
 
 
-@fault("step", RANKS, base=Replicas)
-def moments_of_other_ranks_lost(t: Replicas, right: Right, number: int) -> Any:
+@on_resume(RANKS, Replicas)
+def moments_of_other_ranks_lost(t: Replicas) -> None:
     """A resumed run restores the optimizer on the first data-parallel rank alone."""
-    if number == RESUMED:
-        for each in t.all[1:]:
-            each.moments, each.step_count = each.no_moments(), 0
-    return right(number)
+    for each in t.replicas[1:]:
+        each.moments, each.step_count = each.no_moments(), 0
 
 
-@fault("step")
-def first_moments_lost(t: Trainer, right: Right, number: int) -> Any:
+@on_resume()
+def first_moments_lost(t: Trainer) -> None:
     """A resumed run starts with first moments of zero."""
-    if number == RESUMED:
-        t.moments = {name: (torch.zeros_like(m), v) for name, (m, v) in t.moments.items()}
-    return right(number)
+    t.moments = {name: (torch.zeros_like(m), v) for name, (m, v) in t.moments.items()}
 
 
-@fault("step")
-def second_moments_lost(t: Trainer, right: Right, number: int) -> Any:
+@on_resume()
+def second_moments_lost(t: Trainer) -> None:
     """A resumed run starts with second moments of zero."""
-    if number == RESUMED:
-        t.moments = {name: (m, torch.zeros_like(v)) for name, (m, v) in t.moments.items()}
-    return right(number)
+    t.moments = {name: (m, torch.zeros_like(v)) for name, (m, v) in t.moments.items()}
 
 
-@fault("step")
-def weights_lost(t: Trainer, right: Right, number: int) -> Any:
+@on_resume()
+def step_count_lost(t: Trainer) -> None:
+    """A resumed run counts steps from zero again when it corrects the moments' bias."""
+    t.step_count = 0
+
+
+@on_resume()
+def weights_lost(t: Trainer) -> None:
     """A resumed run starts from the first weights, with the optimizer's state."""
-    if number == RESUMED:
-        t.weights = t.first_weights()
-    return right(number)
+    t.weights = t.first_weights()
 
 
-@fault("step")
-def nothing_resumed(t: Trainer, right: Right, number: int) -> Any:
+@on_resume()
+def nothing_resumed(t: Trainer) -> None:
     """A resumed run starts from the first weights, without the optimizer's state."""
-    if number == RESUMED:
-        t.weights, t.moments, t.step_count = t.first_weights(), t.no_moments(), 0
-    return right(number)
+    t.weights, t.moments, t.step_count = t.first_weights(), t.no_moments(), 0
 
 
-@fault("step")
-def weights_resumed_in_bf16(t: Trainer, right: Right, number: int) -> Any:
+@on_resume()
+def weights_resumed_in_bf16(t: Trainer) -> None:
     """A resumed run starts from weights that are rounded to bf16."""
-    if number == RESUMED:
-        t.weights = in_bf16(t.weights)
-    return right(number)
-
-
-@fault("step")
-def step_count_lost(t: Trainer, right: Right, number: int) -> tuple[float, float, Weights]:
-    """A resumed run corrects the moments' bias as in its first step."""
-    t.step_count = 0 if number == RESUMED else t.step_count
-    return right(number)
+    t.weights = all_rounded(t.weights)
 
 
 @fault("micro_batches")
@@ -913,5 +955,5 @@ def batch_repeated(t: Trainer, right: Right, step: int) -> Batches:
 
 @fault("micro_batches")
 def batch_skipped(t: Trainer, right: Right, step: int) -> Batches:
-    """A resumed run leaves out a batch (after the last one follows the first)."""
+    """A resumed run leaves out a batch (the first one follows the last)."""
     return right((step + (step >= RESUMED)) % len(t.batches))

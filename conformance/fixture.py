@@ -10,6 +10,7 @@ each known fault, and grows with their list. `python -m conformance.make` writes
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,6 +33,11 @@ NOT_RANKS = {"zero", "sequence", "virtual"}  # keys of a layout that say how, no
 def ranks(layout: Mapping[str, int]) -> int:
     """Number of processes of a layout: the product of its sizes, such as tensor=2 and data=2."""
     return prod(size for key, size in layout.items() if key not in NOT_RANKS)
+
+
+def is_norm(name: str) -> bool:
+    """Whether a parameter of such a name is a norm's."""
+    return re.search(r"ln_|norm", name, re.IGNORECASE) is not None
 
 
 @dataclass(frozen=True)
@@ -130,9 +136,9 @@ class Fixture:
 
     def faults(self) -> dict[tuple[str, int], Tensor]:
         """Figures.signature, fp64, of each known fault (see faults.py) between so many ranks."""
-        signatures = load_file(self.folder / "faults.safetensors").items()
-        keys = ((*key.split("."), each) for key, each in signatures)
-        return {(name, int(ranks)): each for name, ranks, each in keys}
+        signatures = load_file(self.folder / "faults.safetensors")
+        names = {key: key.partition(".") for key in signatures}
+        return {(name, int(n)): signatures[key] for key, (name, _, n) in names.items()}
 
 
 def read_fixture(name: str) -> Fixture:

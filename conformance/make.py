@@ -27,7 +27,16 @@ from torch import Generator, Tensor
 
 from conformance.compare import norm_of
 from conformance.faults import FAULTS
-from conformance.fixture import FOLDER, IGNORED, NAMES, STEPS, Fixture, MicroBatch, write_figures
+from conformance.fixture import (
+    FOLDER,
+    IGNORED,
+    NAMES,
+    STEPS,
+    Fixture,
+    MicroBatch,
+    is_norm,
+    write_figures,
+)
 from conformance.plain import Trainer, train
 
 HIDDEN, LAYERS, INNER, VOCABULARY, LENGTH = 24, 4, 96, 101, 16
@@ -133,10 +142,6 @@ def initial(kind: str, random: Generator) -> dict[str, Tensor]:
         weight = mean + scale * torch.randn(shape, generator=random, dtype=torch.float64)
         weights[name] = weight.to(torch.bfloat16).double()
     return weights
-
-
-def is_norm(name: str) -> bool:
-    return re.search(r"ln_|norm", name, re.IGNORECASE) is not None
 
 
 def micro_batch(kind: str, step: int, number: int, random: Generator) -> MicroBatch:
@@ -247,8 +252,10 @@ def make(kind: str, folder: Path) -> None:
 
 
 def make_faults(fixture: Fixture) -> None:
+    """Writes the figures of each known fault that the model can have."""
+    weights = fixture.weights()
     signatures = {
-        f"{name}.{ranks}": train(fixture, fault=fault, ranks=ranks).signature(fixture.weights())
+        f"{name}.{ranks}": train(fixture, fault=fault, ranks=ranks).signature(weights)
         for name, fault in FAULTS.items()
         if fixture.name in fault.models
         for ranks in fault.among
@@ -259,13 +266,16 @@ def make_faults(fixture: Fixture) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=FOLDER, help="a folder for a folder a model")
+    parser.add_argument("--output", type=Path, default=FOLDER, help="gets a folder for each model")
     parser.add_argument("--faults", action="store_true", help="the figures of known faults alone")
     options = parser.parse_args()
     torch.set_num_threads(1)  # sums are in one order
     for kind in NAMES:
         folder = options.output / kind
-        make_faults(Fixture(folder)) if options.faults else make(kind, folder)
+        if options.faults:
+            make_faults(Fixture(folder))
+        else:
+            make(kind, folder)
         print(folder)
 
 

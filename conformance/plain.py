@@ -6,7 +6,7 @@ through the layers (`layers`), to the scores of the vocabulary (`head`). Shapes:
 tokens, h hidden size, v vocabulary.
 
 A loss is a sum over the scored tokens of the global batch over their number, and nothing else is
-divided by anything. The faults (faults.py) change one method of Trainer each.
+divided by anything. Most faults (faults.py) change one method of Trainer.
 """
 
 from __future__ import annotations
@@ -285,19 +285,14 @@ class Trainer:
 
 
 class DataRank(Trainer):
-    """One data-parallel rank: loss and gradients are the part of its samples. last: the gradient of
-    its last micro-batch."""
+    """One of `ranks` data-parallel ranks: its samples' part of the loss and of the gradients."""
 
     rank = 0
-    last: Weights
 
     def loss(self, weights: Weights, batch: MicroBatch, token_weights: Tensor, n: int) -> Tensor:
+        batch = batch.share(self.rank, self.ranks)
         own = token_weights.chunk(self.ranks)[self.rank]
-        return super().loss(weights, batch.share(self.rank, self.ranks), own, n)
-
-    def added(self, total: Weights, part: Weights) -> Weights:
-        self.last = part
-        return super().added(total, part)
+        return super().loss(weights, batch, own, n)
 
 
 def scored(batch: MicroBatch) -> Tensor:

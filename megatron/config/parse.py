@@ -372,7 +372,7 @@ def _run_tyro(
         if not stop.code and (text := whole.getvalue()):
             is_short = helps.ALL not in wanted
             print(helps.shown(text, helps.examples(*about), is_short=is_short), end="")
-        if stop.code != 2:  # tyro's refusal; a signal that ends the process has another code
+        if stop.code != 2:  # 2 is tyro's refusal; a signal has another status
             raise
     if not has_texts:
         return _run_tyro(call, arguments, environ, names, prog, about, has_texts=True)

@@ -16,7 +16,8 @@ class Stopped(Exception):  # noqa: N818
 
 
 class StopSignals:
-    """Inside the `with`, one of SIGNALS ends the process with its status: nothing is to save yet.
+    """Inside the `with`, one of SIGNALS ends the process, which names it, with its status: nothing
+    is to save yet.
 
     After `arm()` it only sets `received`, which the loop checks. A second Ctrl-C ends the process
     at once.
@@ -52,6 +53,6 @@ class StopSignals:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if not self._is_armed or self.received == name == "SIGINT":
-            os.write(2, f"ended by {name}\n".encode())  # sys.stderr may be another's now
+            os.write(2, f"ended by {name}\n".encode())  # sys.stderr may be redirected
             raise SystemExit(SIGNALS[name])
         self.ask(name)

@@ -34,7 +34,7 @@ from megatron.config.pretrain import (
     PretrainViTConfig,
 )
 from megatron.errors import UsageError
-from megatron.train.signals import StopSignals
+from megatron.train.signals import SIGNALS, StopSignals
 from tests.refusals import field_of, refusal
 
 MODEL = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=4"]
@@ -74,7 +74,7 @@ def test_a_signal_ends_a_program_that_reads_its_arguments(
 ) -> None:
     with StopSignals(), pytest.raises(SystemExit) as stop:
         parse_part(Terminated, [], {})
-    assert stop.value.code == 75
+    assert stop.value.code == SIGNALS["SIGTERM"]
     assert "SIGTERM" in capfd.readouterr().err
 
 

@@ -24,11 +24,11 @@ from conformance.faults import FAULTS
 from conformance.fixture import NAMES, STEPS, Figures, ranks, read_fixture
 from conformance.plain import train
 from tests.conformance import trainers
+from tests.conformance.test_fixtures import NOISE
 from tests.dist import Pool
 
 HERE = "tests.conformance.trainers"
 PLAIN = "conformance.adapters.plain:Adapter"
-NOISE = 1e-10  # a gradient that is zero in theory moves weights by 1e-12, by processor
 FAULT_ROWS = [(number, name) for number, name in enumerate(FAULTS)]
 
 

@@ -50,10 +50,13 @@ class ForkedRanks:
         return None
 
     def ranks(self) -> dict[int, int]:
-        """Those that run the program: before it has a log, a fork's errors are the tests' own."""
+        """Those that run the program: before a rank has a log, its errors are the tests' own."""
         processes = enumerate(zip(self._run.processes, self._run.logs, strict=True))
-        living = {n: each for n, (each, log) in processes if log.exists() and each.exitcode is None}
-        return {rank: each.pid or 0 for rank, each in living.items()}
+        return {
+            rank: process.pid or 0
+            for rank, (process, log) in processes
+            if log.exists() and process.exitcode is None
+        }
 
     def size(self) -> int:
         return len(self._run.processes)
