@@ -164,17 +164,15 @@ def step(state: TrainState, number: int = 0, **more: Any) -> StepResult:
     return train_step(state, micro_batches(batch, state.mesh, 1), 1e-3, **more)
 
 
-def overflow(ranks: int, bad: int, fault: str) -> test_step.Skip:
-    """The skip of a run in fp16."""
+@pytest.mark.parametrize(
+    ("ranks", "bad", "fault"), [(2, 0, "gradient"), (3, 1, "gradient"), (3, 2, "loss")]
+)
+@on_ranks("ranks")
+def test_all_stages_skip_an_overflow(ranks: int, bad: int, fault: str) -> None:
+    """In fp16."""
     precision = PrecisionConfig(fp16=True, initial_loss_scale="256", hysteresis=1)
     state = staged(ranks, dtype=torch.float16, precision=precision)
-    return test_step.overflow(state, fault, state.mesh.pipeline.rank == bad)
-
-
-def test_all_stages_skip_an_overflow(gloo: Pool) -> None:
-    for ranks, bad, fault in ((2, 0, "gradient"), (3, 1, "gradient"), (3, 2, "loss")):
-        skips = gloo.run(ranks, overflow, ranks, bad, fault)
-        assert skips == [(True, 128.0, 3, 2, 12)] * ranks
+    test_step.skip_an_overflow(state, fault, state.mesh.pipeline.rank == bad)
 
 
 def outputs(ranks: int, order: str = "") -> Outputs:

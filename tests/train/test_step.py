@@ -105,18 +105,21 @@ FAULTS: dict[str, Callable[[TrainState], RemovableHandle]] = {
 )
 @on_ranks("layout")
 def test_all_ranks_skip_an_overflow(layout: str, bad: tuple[int, int], fault: str) -> None:
-    """The second step of a run overflows, and the third does not."""
     state = tiny_state(mesh_of_ranks(layout))
     state.scaler = scaling(hysteresis=1)
+    skip_an_overflow(state, fault, (state.mesh.data.rank, state.mesh.tensor.rank) == bad)
+
+
+def skip_an_overflow(state: TrainState, fault: str, is_bad: bool) -> None:
+    """The second step of a run overflows, and the third does not."""
     step(state, 0)
-    before = tensors(state)
-    is_bad = (state.mesh.data.rank, state.mesh.tensor.rank) == bad
+    before, scale = tensors(state), state.scaler.scale
     hook = FAULTS[fault](state) if is_bad else None
     result = step(state, 1)
     assert result.skipped
     assert isfinite(result.grad_norm) == (fault == "loss")
     assert all(torch.equal(before[key], each) for key, each in tensors(state).items())
-    assert state.scaler.scale == 512.0
+    assert state.scaler.scale == scale / 2
     if hook is not None:
         hook.remove()
     assert not step(state, 2).skipped

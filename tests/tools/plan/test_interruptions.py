@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.refusals import refused
-from tests.tools.report import records
+from tests.tools.report import pages
 from tools.plan import __main__ as plan
 from tools.plan.interruptions import (
     PARTS,
@@ -141,19 +141,19 @@ def run_of(folder: Path, *, start_seconds: bool = True) -> Path:
     ]
     first, second = ([{"start_seconds": each}] if start_seconds else [] for each in starts)
     lines = [
-        records.START,
+        pages.START,
         *({"step": 1, **each} for each in first),
-        records.step(1, step_seconds=3.0),
-        records.step(2, step_seconds=0.5),
+        pages.step(1, step_seconds=3.0),
+        pages.step(2, step_seconds=0.5),
         {"step": 2, **saved, "stall_seconds": 1.0},
         {"step": 3, "stall_seconds": 99.0, "save_seconds": 99.0, "rewound": True},
-        {**records.START, "step": 2},
+        {**pages.START, "step": 2},
         *({"step": 3, **each} for each in second),
-        records.step(3, step_seconds=0.25),
-        records.step(4, step_seconds=0.5),
+        pages.step(3, step_seconds=0.25),
+        pages.step(4, step_seconds=0.5),
         {"step": 4, **saved, "stall_seconds": 2.0},
     ]
-    return records.write(folder, lines)
+    return pages.write(folder, lines)
 
 
 def test_a_run_gives_the_medians_of_its_times(tmp_path: Path) -> None:
