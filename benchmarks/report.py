@@ -287,11 +287,12 @@ COLOURS = ("#c44e52", "#333333", "#4c72b0", "#dd8452", "#55a868", "#8172b3", "#9
 
 
 def draw(file: Path, results: Results) -> None:
-    """Writes a PNG. bars: one panel per drawn column, without the rows that have none of these.
+    """Writes a PNG. bars: one panel per drawn column, without empty ones and empty rows.
     lines, along the contenders' x: one panel per drawn column and group."""
     drawn = results.question.drawn or [next(iter(results.columns))]
     is_bars, shown = results.question.picture == "bars", results.rows
     if is_bars:
+        drawn = [each for each in drawn if any(results.cell(*row, each) for row in shown)] or drawn
         shown = [row for row in shown if any(results.cell(*row, each) for each in drawn)] or shown
         panels = [*product(drawn, [""])]
         high, wide, height = 1, len(drawn), 1.2 + 0.35 * len(shown)
