@@ -187,9 +187,9 @@ def test_a_library_that_fails_in_any_way_is_absent_and_its_error_says_why(
     name = "gigatoken"  # which preprocessing does without
     for loaded in [each for each in sys.modules if each.partition(".")[0] == name]:
         monkeypatch.delitem(sys.modules, loaded)
-    if code is None:
-        monkeypatch.setitem(sys.modules, name, None)
-    else:
+    monkeypatch.setitem(sys.modules, name, None)  # the end of the test removes what it imports
+    if code is not None:
+        del sys.modules[name]
         monkeypatch.syspath_prepend(tmp_path)
         (tmp_path / f"{name}.py").write_text(f"{code}\nanswer = 42")
     library = Library(name, "--encoder tokenizers")
