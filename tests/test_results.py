@@ -19,13 +19,6 @@ from tools.plan import __main__ as plan
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
 COMMAND = re.compile(r"(\w+=\S+ )*(torchrun|python|bash|sbatch) ")
-PLANS: dict[str, type] = {
-    "figure3": plan.ModesConfig,
-    "figure5": plan.StudyConfig,
-    "schedule": plan.ScheduleConfig,
-    "score": plan.ScoreConfig,
-    "tables": plan.TablesConfig,
-}
 TRAINING: dict[str, type] = {
     "pretrain_gpt2": PretrainGPT2Config,
     "pretrain_bert": PretrainBertConfig,
@@ -66,7 +59,10 @@ def parse_words(name: str, words: Sequence[str]) -> Any:
     if hasattr(module, "main"):  # tools/NAME.py may start what is in a folder
         module = import_module(module.main.__module__)
     if module is plan:
-        return parse(PLANS[words[0]], words[1:], {})
+        if words[0] in plan.STUDIES:
+            return parse(plan.STUDIES[words[0]][0], words[1:], {})
+        program = plan.program_of(words, question=plan.MeasureConfig)
+        return parse(program, words, {})
     if hasattr(module, "QUESTION"):
         return parse_call(module.QUESTION.contenders, words, {})
     if path.startswith("tools/corpus/"):
