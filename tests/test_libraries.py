@@ -149,6 +149,8 @@ def test_the_rest_works_without_huggingface_and_other_libraries(tmp_path: Path) 
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "1 passed" in ended.stdout
     assert (tmp_path / "saved" / "latest").exists()
+    ended = run("-c", "from tools import convert_hf\nfrom tools.convert import compare, exporting")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_no_module_imports_a_library_but_through_the_mechanism() -> None:

@@ -16,52 +16,7 @@ import tyro
 
 from megatron.config.model import HF_FILES, HF_PREFIX, KindConfig, RecomputeGranularity, hf_files
 from megatron.errors import UsageError
-
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
-# Files that are fetched from the hub: no pickle, no code, and no weights in other formats.
-FETCHED = (
-    "config.json",
-    "preprocessor_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    *HF_FILES,
-)
-
-
-def has_weights(name: str, folder: Path) -> bool:
-    """Whether the folder of --hf-model `name` has weights that training can start from. Raises
-    UsageError if it has only others."""
-    if any((folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json")):
-        return True
-    others = [each.name for ending in WEIGHTS for each in sorted(folder.glob(ending))]
-    if others:
-        allowed = (
-            f"a folder with model.safetensors or its index, and not {others[0]} alone: in Python, "
-            "AutoModelForCausalLM (or ForMaskedLM) of transformers makes one: "
-            f".from_pretrained({name!r}).save_pretrained(NEW)"
-        )
-        works = ("--hf-model", name, "--random-weights")
-        raise UsageError("--hf-model", name, allowed, works=works)
-    return False
-
-
-def fetch(name: str, patterns: Iterable[str] = FETCHED) -> Path:
-    """The folder of --hf-model `name`. For a name on the hub, files that match these patterns are
-    fetched to it. Raises UsageError if the hub does not give them."""
-    if Path(name).is_dir():
-        return Path(name)
-    if Path(name).exists():
-        allowed = "a folder, and not a file of it"
-        raise UsageError("--hf-model", name, allowed, works=Path(name).parent)
-    import huggingface_hub
-
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
-    except Exception as error:  # the hub's client exports no class for HTTP errors
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        allowed = f"a folder, and there is none here, or a name on the hub ({lines[0]})"
-        raise UsageError("--hf-model", name, allowed) from error
-
+from megatron.models.hf_folder import fetch, has_weights
 
 # Keys of config.json that let layers differ, besides lists with an entry per layer.
 OF_SOME_LAYERS = ("first_k_dense_replace", "num_kv_shared_layers", "per_layer_config")

@@ -5,7 +5,7 @@ layer are cut by vocabulary, the loss is computed from cut logits, and attention
 with dropout by coordinates.
 
 A model's own code computes some results in fp32 whatever its dtype. For a model in fp64 it computes
-them in fp64 (`Wide`), so that equal results can be recognised as equal.
+them in fp64 (`KeepFP64`), so that equal results can be recognised as equal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from megatron.huggingface.plan import PlanError, plan_at
 from megatron.huggingface.replacements import (
     DropoutKeys,
     PlannedDropout,
-    Wide,
     other_dropout,
     unmodified,
     use_own_kernels,
@@ -37,6 +36,7 @@ from megatron.huggingface.weights import initial_values, layout_of, load_folder
 from megatron.models.cache import KeyValueCache
 from megatron.models.gpt import dropout_keys
 from megatron.models.registry import NO_END
+from megatron.parallel.compare import KeepFP64
 from megatron.parallel.context import document_mask
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.dropout import fold, require_keys
@@ -198,7 +198,7 @@ class HuggingFace(nn.Module):
         if next(self.model.parameters()).dtype != torch.float64:
             return nullcontext()
         self.model.set_experts_implementation("eager")  # the grouped matmul knows no fp64
-        return Wide()
+        return KeepFP64()
 
     def _call(self, arguments: Any) -> Tensor:
         head, device = self.model.get_output_embeddings(), arguments["input_ids"].device

@@ -30,12 +30,11 @@ from megatron.errors import UsageError
 from megatron.huggingface.config import NAMES, HuggingFaceConfig
 from megatron.huggingface.layers import ColumnLinear, WeightLayout
 from megatron.huggingface.plan import Local, PlanError, read_plan, read_toml
-from megatron.huggingface.replacements import Wide
 from megatron.huggingface.weights import layout_of
 from megatron.models.build import build_on_meta
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import gather_from
-from megatron.parallel.compare import unseen
+from megatron.parallel.compare import KeepFP64, unseen
 from megatron.parallel.initialize import materialize
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.sharding import gather_whole, sharding_specs
@@ -378,7 +377,7 @@ class _Computed:
 
     def __init__(self, model: Any, batch: Any, arguments: Mapping[str, Any]) -> None:
         labels = batch.labels.masked_fill(batch.loss_mask == 0, -100)
-        with Wide(), _counter() as counter:
+        with KeepFP64(), _counter() as counter:
             logits = model(**arguments, use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
             loss.backward()
@@ -396,7 +395,7 @@ class _Computed:
         same, self.outputs = dict(arguments), dict[str, Tensor]()
         if isinstance(batch, GPT2Batch):
             del same["attention_mask"]
-        with torch.no_grad(), Wide(), _watched(model, self.outputs):
+        with torch.no_grad(), KeepFP64(), _watched(model, self.outputs):
             model(**same, use_cache=False)
 
     def unseen(self, ours: nn.Module, mesh: Mesh) -> list[str]:
@@ -463,7 +462,7 @@ def _compare(
         # Here `ours` finds what the model does with its logits, and moves buffers to the device.
         ours.layers(ours.embed(batch), batch)
     outputs: dict[str, Tensor] = {}
-    with torch.no_grad(), Wide(), _watched(ours.model, outputs, enter):
+    with torch.no_grad(), KeepFP64(), _watched(ours.model, outputs, enter):
         logits = ours.model(**ours.embed(batch), use_cache=False).logits
     if logits.shape != wanted.logits.shape:  # the output layer stays cut
         logits = gather_from(logits, -1, mesh.tensor)

@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from megatron.huggingface.config import HuggingFaceConfig
 from megatron.parallel.dropout import Dropout
@@ -65,27 +64,6 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-class Wide(TorchFunctionMode):
-    """Keeps fp64 tensors in fp64. Models of transformers narrow them to fp32 in RMSNorm, rotary
-    positions and softmax, and the results of equal models would differ by 1e-7."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        is_wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
-        if is_wide and func is Tensor.float:
-            return args[0]
-        if is_wide and func in (Tensor.to, Tensor.type, Tensor.softmax, torch.softmax, F.softmax):
-
-            def widened(value: Any) -> Any:
-                return torch.float64 if value is torch.float32 else value
-
-            args = tuple(map(widened, args))
-            kwargs = {name: widened(value) for name, value in kwargs.items()}
-        return func(*args, **kwargs)
 
 
 @dataclass

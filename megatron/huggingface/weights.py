@@ -8,7 +8,6 @@ are left over or missing are a warning there and an error here, except for heads
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -19,19 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megatron.errors import UsageError
-from megatron.huggingface.config import HuggingFaceConfig, fetch, has_weights
+from megatron.huggingface.config import HuggingFaceConfig
 from megatron.huggingface.layers import ORIGINAL_LAYOUT, ParallelizedModule, WeightLayout
 from megatron.huggingface.replacements import unmodified
+from megatron.models.hf_folder import fetch, has_weights, open_files
 from megatron.parallel.compare import listed
 from megatron.parallel.random import derive_seed
 from megatron.parallel.sharding import ShardingSpec
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "BF16", "F16")  # names in safetensors
 
 
@@ -67,31 +64,6 @@ class Bare:
             for name, parameter in self.model.named_parameters(remove_duplicate=False)
         }
         """{name of a parameter: its first name}; the names of a tied parameter share one."""
-
-
-def open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """{key of a tensor: the open file of the folder that has it}; `stack` closes the files. Raises
-    ValueError or OSError, naming the file, if one is missing or damaged, or if two have a tensor of
-    the same key."""
-    names = [SINGLE]
-    if not (folder / SINGLE).is_file():
-        index = json.loads((folder / INDEX).read_bytes())
-        names = sorted(set(index["weight_map"].values()))
-    files: dict[str, Any] = {}
-    for name in names:
-        try:
-            file = stack.enter_context(safe_open(folder / name, "pt"))
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{folder / name} is not there: {INDEX} lists it") from None
-        except SafetensorError as error:
-            raise ValueError(f"{folder / name} is damaged: {error}") from None
-        for key in file.keys():  # noqa: SIM118, as it is no dict
-            if key in files:
-                raise ValueError(
-                    f"{folder / name} has {key}, and so has another of {INDEX}'s files"
-                )
-            files[key] = file
-    return files
 
 
 Group = tuple[Any, str, list[tuple[str, str]]]

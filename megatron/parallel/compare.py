@@ -7,10 +7,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from math import inf, isfinite
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
+from torch.overrides import TorchFunctionMode
 
 from megatron.parallel.bucket import GradientView
 from megatron.parallel.collectives import all_reduce
@@ -120,3 +123,24 @@ def _compare(
             all_reduce(norm, axis, ReduceOp.MAX)
     zero = norm <= SEEN * norm.max()
     return differs.nonzero()[:, 0].tolist(), zero.nonzero()[:, 0].tolist(), int(norm.argmax())
+
+
+class KeepFP64(TorchFunctionMode):
+    """Keeps fp64 tensors in fp64. Models of transformers narrow them to fp32 in RMSNorm, rotary
+    positions and softmax, and the results of equal models would differ by 1e-7."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
+        if is_wide and func is Tensor.float:
+            return args[0]
+        if is_wide and func in (Tensor.to, Tensor.type, Tensor.softmax, torch.softmax, F.softmax):
+
+            def widened(value: Any) -> Any:
+                return torch.float64 if value is torch.float32 else value
+
+            args = tuple(map(widened, args))
+            kwargs = {name: widened(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)

@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-from megatron.huggingface.replacements import Wide
 from megatron.inference.generate import Sampling, generate
+from megatron.parallel.compare import KeepFP64
 from tests.dist import on_ranks
 from tests.models.test_hf_weights import (
     CASES,
@@ -54,7 +54,7 @@ def their_texts(folder: str) -> list[list[int]]:
         )
     texts = []
     for prompt in PROMPTS:
-        with Wide():
+        with KeepFP64():
             whole = model.generate(
                 torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0
             )

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron.config.model import LlamaConfig, ModelConfig
 from megatron.data.gpt2 import GPT2Batch
-from megatron.huggingface.replacements import Wide
 from megatron.models.build import build_model
 from megatron.parallel.collectives import all_reduce, gather_from
+from megatron.parallel.compare import KeepFP64
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.sharding import gather_whole, sharding_specs
 from megatron.train.executor import on_device
@@ -60,7 +60,7 @@ def their_logits(model: Any, batch: GPT2Batch) -> Tensor:
     starts = batch.document_starts
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).tril()
     mask = mask if starts is None else plain.document_mask(torch.from_numpy(starts))
-    with Wide():
+    with KeepFP64():
         found: Tensor = model(
             input_ids=torch.from_numpy(batch.tokens),
             position_ids=torch.from_numpy(batch.positions),

@@ -15,7 +15,8 @@ from transformers.models.mt5.modeling_mt5 import MT5LayerNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from megatron.huggingface.replacements import Wide, use_own_kernels
+from megatron.huggingface.replacements import use_own_kernels
+from megatron.parallel.compare import KeepFP64
 
 WIDTH = 96
 
@@ -68,7 +69,7 @@ def test_known_modules_on_own_kernels_equal_transformers(name: str) -> None:
     assert type(ours[0]).forward is not type(theirs[0]).forward
     x, dy = torch.randn(2, 3, 5, WIDTH, dtype=torch.float64).unbind()
     leaves = [x.clone().requires_grad_() for _ in range(2)]
-    with Wide():
+    with KeepFP64():
         found = [model(leaf) for model, leaf in zip((theirs, ours), leaves, strict=True)]
         for each in found:
             each.backward(dy)

@@ -17,10 +17,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config,
 from transformers.masking_utils import eager_mask
 
 from megatron.huggingface.layers import ColumnLinear
-from megatron.huggingface.replacements import Wide, parameters_on_meta
+from megatron.huggingface.replacements import parameters_on_meta
 from megatron.huggingface.weights import initial_values
 from megatron.parallel.collectives import gather_from
-from megatron.parallel.compare import unseen
+from megatron.parallel.compare import KeepFP64, unseen
 from megatron.parallel.dropout import STEPS, fold, head_keys, kept_mask, layer_key, row_keys
 from megatron.parallel.sharding import gather_whole, sharding_specs
 from megatron.train.compiled import compile_layers
@@ -131,7 +131,7 @@ def their_loss(case: Case, model: Any, batch: Any) -> tuple[Tensor, Tensor]:
         seen = plain.document_mask(torch.from_numpy(batch.document_starts))
         mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf)
         arguments["attention_mask"] = mask
-    with Wide():
+    with KeepFP64():
         logits = model(**arguments, use_cache=False).logits.flatten(0, 1)
     labels, counted = (torch.from_numpy(each).flatten() for each in (batch.labels, batch.loss_mask))
     losses = F.cross_entropy(logits, labels, reduction="none")

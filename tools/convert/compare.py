@@ -24,10 +24,9 @@ from megatron.checkpoint.load import verify
 from megatron.config.model import HALF, ViTConfig
 from megatron.data.bert import BertBatch
 from megatron.data.images import CHANNELS, ImageBatch
-from megatron.huggingface.replacements import Wide
 from megatron.models.registry import KINDS, config_of
 from megatron.parallel.collectives import gather_from
-from megatron.parallel.compare import SEEN
+from megatron.parallel.compare import SEEN, KeepFP64
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.train.evaluate import load_model, whole_logits
 from tools.convert.table import Family
@@ -88,7 +87,7 @@ class Outputs:
 
 def _our_tokens(model: Any, mesh: Mesh, prompt: Prompt) -> Logits:
     """The logits of an unmodified model, whose rotary frequencies become fp64, too."""
-    with Wide():
+    with KeepFP64():
         return {"tokens": model.model.double()(input_ids=prompt.tokens, use_cache=False).logits}
 
 
@@ -275,7 +274,7 @@ def _their_logits(
         folder, dtype=torch.float64, attn_implementation="eager", local_files_only=True
     )
     model = model.eval().double()  # the buffers, too, such as rotary frequencies
-    with Wide():
+    with KeepFP64():
         return _by_head([outputs.theirs(model, prompt) for prompt in prompts])
 
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -24,8 +24,8 @@ from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.save import reason
 from megatron.config.model import HF_FILES, HF_PREFIX, ModelConfig, ViTConfig, hf_files
 from megatron.data.tokenizer import Tokenizer
-from megatron.huggingface.weights import INDEX, Bare, layout_of
 from megatron.models.build import build_on_meta
+from megatron.models.hf_folder import INDEX
 from megatron.models.registry import KINDS, config_of
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import sharding_specs
@@ -35,6 +35,9 @@ from tools.convert.table import Family
 from tools.convert.vit import PREPROCESSOR, preprocessor
 from tools.convert.vocabulary import write_tokenizer
 from tools.convert.weights import Weights, read_parameters, resolve, to_theirs
+
+if TYPE_CHECKING:
+    from megatron.huggingface.weights import Bare
 
 SHARD_SIZE = "5GB"  # of one file; memory holds one file at a time
 
@@ -140,6 +143,8 @@ def write_unmodified(folder: Path, checkpoint: Checkpoint, shard_size: str = SHA
 
     Memory holds the whole model if its files contain values computed from the parameters.
     """
+    from megatron.huggingface.weights import Bare, layout_of
+
     manifest = checkpoint.manifest
     config = config_of(manifest)
     model = build_on_meta(config, serial_mesh(), manifest["vocab_size"])

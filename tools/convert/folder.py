@@ -14,7 +14,7 @@ from megatron.checkpoint.format import one_step, step_folders
 from megatron.checkpoint.resume import FOREIGN
 from megatron.config.model import HF_FILES, ModelConfig, ViTConfig, hf_files
 from megatron.errors import UsageError
-from megatron.huggingface.config import FETCHED, fetch
+from megatron.models.hf_folder import FETCHED, fetch
 from megatron.models.registry import KINDS
 from tools.convert.table import Family, any_of, json_object
 from tools.convert.vit import PREPROCESSOR, with_colors

@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load_checkpoint
 from megatron.config.model import ModelConfig
-from megatron.huggingface.weights import INDEX, SINGLE, open_files
 from megatron.models.build import build_on_meta
+from megatron.models.hf_folder import INDEX, SINGLE, open_files
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec, TensorSlice, sharding_specs
 from megatron.train.state import DTYPES

@@ -20,7 +20,7 @@ from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import verify
 from megatron.data.tokenizer import BertWordPieceLowerCase, GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron.errors import UsageError
-from megatron.huggingface.replacements import Wide
+from megatron.parallel.compare import KeepFP64
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model, score, whole_logits
 from tests.data.samples import write_data, write_sentences, write_tokenizer, write_wordpiece
@@ -133,7 +133,7 @@ def test_padding_rows_of_the_softmax(imported: Find, kind: str) -> None:
     made, mesh = imported(kind), serial_mesh()
     model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float64)
     ids = torch.arange(ROWS[kind] - 32, ROWS[kind])[None]
-    with Wide():
+    with KeepFP64():
         expected = model.eval().double()(ids).logits
     ours = load_model(verify(made.ours / models.STEP, mesh), mesh, torch.float64)
     logits = whole_logits(ours, mesh, ids)

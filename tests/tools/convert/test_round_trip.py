@@ -17,8 +17,8 @@ from megatron.config.checkpoint import TrainedConfig
 from megatron.config.model import BertConfig, FinetunedConfig, LlamaConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.data.tokenizer import file_names, read_tokenizer
-from megatron.huggingface.replacements import Wide
 from megatron.models.registry import config_of
+from megatron.parallel.compare import KeepFP64
 from megatron.train.evaluate import load_model, whole_logits
 from megatron.train.trained import open_trained
 from tests.data.samples import write_tokenizer, write_tokenizer_json, write_wordpiece
@@ -127,7 +127,7 @@ def test_layouts(
     if kind != "bert":
         tokens = torch.randint(261, (3, 16), generator=torch.Generator().manual_seed(0))
         theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
-        with Wide():
+        with KeepFP64():
             expected = theirs(tokens).logits
         for found in gloo.run(tensor_size, logits_of, step, tokens, tensor_size):
             assert (found - expected).abs().max() < 1e-13 * expected.abs().max()
