@@ -17,8 +17,6 @@ from .parallel.collectives import all_reduce as all_reduce
 
 # Layers
 from .parallel.layers import (
-    Gathered as Gathered,
-    Partition as Partition,
     ParallelLinear as ParallelLinear,
     ColumnParallelLinear as ColumnParallelLinear,
     RowParallelLinear as RowParallelLinear,
@@ -39,15 +37,10 @@ from .parallel.layers_grid import (
     LayerNorm3D as LayerNorm3D,
     RMSNorm3D as RMSNorm3D,
     GroupedQueryLinear3D as GroupedQueryLinear3D,
-    exchange as exchange,
 )
-from .parallel.regions import (
-    split_stream as split_stream,
-    gather_stream as gather_stream,
-)
+from .parallel.regions import split_stream as split_stream
 from .parallel.dropout import Dropout as Dropout
 from .parallel.factory import layer_factory as layer_factory
-from .parallel.context import local_tokens as local_tokens
 
 # Models that were not written for it, by a plan
 from .huggingface.parallelize import (
@@ -71,7 +64,6 @@ from .parallel.sharding import (
     ShardedModule as ShardedModule,
     ShardingSpec as ShardingSpec,
     sharding_specs as sharding_specs,
-    replicated as replicated,
     gather_whole as gather_whole,
 )
 from .parallel.initialize import materialize as materialize
@@ -120,7 +112,6 @@ from .config.parts import register_part as register_part
 from .models.registry import (
     ModelKind as ModelKind,
     find_kind as find_kind,
-    register as register,
 )
 from .train.state import (
     TrainState as TrainState,
@@ -130,10 +121,7 @@ from .train.step import (
     train_step as train_step,
     StepResult as StepResult,
 )
-from .train.evaluate import (
-    Outputs as Outputs,
-    mean_losses as mean_losses,
-)
+from .train.evaluate import mean_losses as mean_losses
 from .optim.schedule import learning_rate as learning_rate
 from .train.callbacks import (
     Callback as Callback,
@@ -153,14 +141,10 @@ from .data.gpt2 import (
     RandomText as RandomText,
 )
 from .data.images import (
-    ImageBatch as ImageBatch,
     Images as Images,
     open_images as open_images,
 )
-from .data.sources import (
-    Corpus as Corpus,
-    open_document_corpus as open_document_corpus,
-)
+from .data.sources import open_document_corpus as open_document_corpus
 from .data.documents import (
     Documents as Documents,
     open_documents as open_documents,

@@ -51,6 +51,23 @@ def test_every_name_of_the_api_is_there_and_says_what_it_is() -> None:
     assert not hasattr(api, "no_such_name")
 
 
+def test_every_name_of_the_api_is_used() -> None:
+    """By an example, in the code of a page, or by another name's entry in api.md, as types are.
+    Layers of grids are all there, as in Colossal-AI."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    texts = {each.name: each.read_text() for each in pages}
+    entries = re.split(r"^### ", texts.pop("api.md"), flags=re.MULTILINE)
+    code = [each.read_text() for each in (ROOT / "examples").glob("*.py")]
+    code += re.findall(r"```.*?```|`[^`\n]+`", "\n".join(texts.values()), re.DOTALL)
+    used = {*re.findall(r"\w+", "\n".join(code))}
+    for entry in entries:
+        own, *others = re.findall(r"\w+", entry)
+        used |= {*others} - {own}
+    assert [
+        each for each in api.__all__ if each not in used and each[-2:] not in ("2D", "3D")
+    ] == []
+
+
 def test_the_page_of_the_api_is_that_of_the_docstrings() -> None:
     """python tools/api_page.py makes it anew."""
     assert (ROOT / "docs" / "api.md").read_text() == page()

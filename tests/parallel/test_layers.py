@@ -19,8 +19,10 @@ from megatron.api import Mesh, gather_whole, layer_factory, materialize, serial_
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.factory import ApexLayerNorm, LayerFactory
 from megatron.parallel.layers import VocabParallelHead, padded_vocabulary
+from megatron.parallel.layers_grid import exchange
 from megatron.parallel.layers_llama import GroupedQueryLinear, RotaryEmbedding, gated, rotate
 from megatron.parallel.mesh import Axis
+from megatron.parallel.regions import gather_stream
 from tests import plain, threads
 from tests.dist import Pool
 from tests.refusals import refusal
@@ -280,7 +282,7 @@ def check_stream(mesh: Mesh) -> None:
         x, w = random(1, 12, HIDDEN).requires_grad_(), random(2, 12, HIDDEN)
         own = api.split_stream(x, each)
         assert own.numel() * each.hidden.size * each.stream.size == x.numel()
-        y = api.gather_stream(own, each)
+        y = gather_stream(own, each)
         (y * w).sum().backward()
         assert_close(y, x)
         assert_close(x.grad, w)
@@ -294,9 +296,9 @@ def test_a_split_stream_is_gathered(name: str) -> None:
 def check_exchange(mesh: Mesh) -> None:
     x = random(1, 3 * mesh.batch.size, 2)
     outer, inner = (Place(is_inside, None).own(x, mesh) for is_inside in (False, True))
-    assert api.exchange(mesh, None) is None
-    assert_close(api.exchange(mesh, outer), inner)
-    assert torch.equal(api.exchange(mesh, outer > 0), inner > 0)
+    assert exchange(mesh, None) is None
+    assert_close(exchange(mesh, outer), inner)
+    assert torch.equal(exchange(mesh, outer > 0), inner > 0)
 
 
 @pytest.mark.parametrize("name", ["2.5d", "3d", "3d of 27"])
