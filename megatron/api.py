@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
-_PLACES = {
+_SOURCES = {
     each.asname or each.name: (f"megatron.{line.module}", each.name)
     for line in _STUB.body
     if isinstance(line, ast.ImportFrom)
     for each in line.names
 }
-__all__ = list(_PLACES)
+__all__ = list(_SOURCES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _SOURCES:
         raise AttributeError(f"megatron.api has no {name}; docs/api.md lists its names")
-    module, its_name = _PLACES[name]
+    module, its_name = _SOURCES[name]
     value = globals()[name] = getattr(import_module(module), its_name)
     return value
 

@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # Former words of this project's own, and the field's. The table has only identifiers that are free
-# of a second meaning: `held`, `place` or `beside` may be good names, too. If the code needs one in
+# of a second meaning: `held` or `beside` may be good names, too. If the code needs one in
 # its ordinary sense, its entry is removed, and the commit says in which sense.
 COINAGES = {
     "BESIDE": "HF_FILES",
@@ -62,7 +62,11 @@ FORBIDDEN = [
     re.compile(r"(?:^#+|\|)\s+[\[*_]*(?P<found>Of\b.{0,60})", re.MULTILINE),
     re.compile(r"(?P<found>\bas\s+of\b.{0,60})", re.IGNORECASE),
 ]
-COINED = re.compile(rf"\b(?:{'|'.join(COINAGES)})\b")
+OF_THE_LIBRARY = {  # in megatron/ alone, where one word had eight meanings
+    "place": "position, index, folder, host, location",
+    "places": "token_order, ..",
+}
+COINED = re.compile(rf"\b(?:{'|'.join(COINAGES | OF_THE_LIBRARY)})\b")
 Text = tuple[int, str]  # the line in which it begins
 
 
@@ -104,9 +108,10 @@ def offences(name: str, source: str) -> Iterator[str]:
                     number = line + text[: found.start("found")].count("\n")
                     yield f"{name}:{number}: {' '.join(found['found'].split())}"
     if is_python and COINED.search(source):
+        names = COINAGES | (OF_THE_LIBRARY if name.startswith("megatron/") else {})
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type == tokenize.NAME and token.string in COINAGES:
-                coined = f"{token.string}, for {COINAGES[token.string]}"
+            if token.type == tokenize.NAME and token.string in names:
+                coined = f"{token.string}, for {names[token.string]}"
                 yield f"{name}:{token.start[0]}: {coined}"
 
 
@@ -117,13 +122,14 @@ PLANTED = [
     ("a.py", "x = 1\n# one line, and\n# a second. Who knows\n", 3),
     ("a.py", 'class A:\n    a: int\n    """Rows, as\n    of the layer."""\n', 3),
     ("a.py", "told = 1\n", 1),
+    ("megatron/a.py", "place = 1\n", 1),
     ("a.md", "# Title\n\nA page.\n\n- **Of both** the first\n", 5),
     ("a.md", "It is fast.\nWhat it costs is little.\n", 2),
     ("a.md", "The names, as of the table.\n", 1),
     ("a.md", "# Title\n\n## Of both\n", 3),
 ]
 INNOCENT = [
-    ("a.py", 'text = "Of each rank"\nx.sum()  # whatever\n'),
+    ("a.py", 'text = "Of each rank"\nx.sum()  # whatever\nplace = 1\n'),
     ("a.py", '"""Sums of all. Offsets, and what is left."""\nsaid = "told"\n'),
     ("a.md", "It stops. What if a rank dies?\n"),
     ("a.md", "# What works together\n\n```\n# Of code\n```\n\n    Of indented code\n\n| What |\n"),

@@ -67,10 +67,10 @@ class MemoryCheckpoints:
                 boot = Path("/proc/sys/kernel/random/boot_id").read_text()
             return socket.gethostname(), boot, root.st_dev, root.st_ino
 
-        places = agree(mesh, enter, "using shared memory")
+        hosts = agree(mesh, enter, "using shared memory")
         self._hosts = [
-            [rank for rank, each in enumerate(places) if each == place]
-            for place in dict.fromkeys(places)
+            [rank for rank, each in enumerate(hosts) if each == host]
+            for host in dict.fromkeys(hosts)
         ]
         rank = mesh.control.rank
         self._host = next(n for n, ranks in enumerate(self._hosts) if rank in ranks)

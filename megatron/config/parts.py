@@ -144,8 +144,8 @@ def custom_layers(settings: Sequence[str]) -> dict[str, Any]:
     a name that a factory does not have, and for a maker that is not there or does not fit."""
     custom = dict[str, Any]()
     for each in settings:
-        name, _, place = each.partition("=")
-        maker, wrong = resolve(place)
+        name, _, path = each.partition("=")
+        maker, wrong = resolve(path)
         if name in MAKERS and not wrong:
             count, keywords = MAKERS[name]
             wrong = misfit(maker, keywords.split(), 1 + count)

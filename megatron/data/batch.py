@@ -26,7 +26,7 @@ class Batch:
     numbers: Array = None
     """int64 [b]: sample numbers, counted over the whole training; dropout depends on them. None in
     evaluation."""
-    places: Array = None
+    token_order: Array = None
     """int64 [tokens]: position of each token in its sample; None where all tokens are there."""
 
     @property
@@ -72,7 +72,7 @@ class Batch:
     def take(self, order: Array) -> Self:
         """The batch with only the tokens at positions `order`, int64 [at most s], of each sample.
         Fields `per_key` stay whole."""
-        arrays = {"places": order if self.places is None else self.places[order]}
+        arrays = {"token_order": order if self.token_order is None else self.token_order[order]}
         for name in self.per_token:
             if (array := getattr(self, name)) is not None:
                 arrays[name] = array[..., order]
@@ -109,7 +109,7 @@ class TextBatch(Batch):
     @property
     def real_here(self) -> Array:
         """`is_real` of the tokens that are there."""
-        return self.is_real if self.places is None else self.is_real[..., self.places]
+        return self.is_real if self.token_order is None else self.is_real[..., self.token_order]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ class Documents(Protocol):
         """Text of the document of this number, in range(num_documents); safe in any thread."""
         ...
 
-    def place(self, number: int) -> str:
+    def location(self, number: int) -> str:
         """Location of the document of this number, for messages."""
         ...
 
@@ -133,7 +133,7 @@ class JsonLines:
                 f"opened ({error}); a file that stays as it is works"
             ) from error
 
-    def place(self, number: int) -> str:
+    def location(self, number: int) -> str:
         """Lines are counted from 1."""
         return f"{self.name}, line {_line_number(self.name, int(self._starts[number]))}"
 

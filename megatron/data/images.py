@@ -165,13 +165,13 @@ def open_images(path: Path, size: int, *, beside: Path | None = None, workers: i
             allowed = f"a folder with train/CLASS/ and test/CLASS/, or a packed file ({SUFFIX})"
             raise UsageError("--data-path", path, allowed)
         return _open_packed(path, size, None)
-    place = path if beside is None else beside / path.resolve().name
-    file = place / f".images_{size}{SUFFIX}"
+    folder = path if beside is None else beside / path.resolve().name
+    file = folder / f".images_{size}{SUFFIX}"
     listing = list_images(path)
     key = hashlib.sha256(json.dumps([size, listing.key]).encode()).hexdigest()
 
     with suppress(OSError):  # for the lock, before a rank packs
-        place.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
 
     def make() -> Packed:
         try:
@@ -180,7 +180,7 @@ def open_images(path: Path, size: int, *, beside: Path | None = None, workers: i
             return _open_packed(file, size, key)
         except OSError as error:
             allowed = f"a folder that can be written, for the packed images: {error}"
-            raise UsageError("--cache-dir", place, allowed) from error
+            raise UsageError("--cache-dir", folder, allowed) from error
         return _open_packed(file, size, key)
 
     return cache.find_or_make(file, partial(_open_packed, file, size, key), make)

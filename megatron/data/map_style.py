@@ -100,7 +100,7 @@ class ColumnDocuments:
         """Row of the document of this number, counted from 0."""
         return number + int(np.searchsorted(self._before, number, side="right"))
 
-    def place(self, number: int) -> str:
+    def location(self, number: int) -> str:
         return f"{self.name}, row {self.row(number)}"
 
     def text(self, number: int) -> str:
@@ -108,7 +108,7 @@ class ColumnDocuments:
         text: str | None = self._rows[self.row(number)][self._column]
         if text is None:
             raise DataError(
-                f"{self.place(number)} holds no text: it has changed since the whole was read; "
+                f"{self.location(number)} holds no text: it has changed since the whole was read; "
                 "files that stay as they are work"
             )
         return text

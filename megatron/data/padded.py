@@ -141,7 +141,7 @@ def open_padded_splits(
             documents, number = where
             raise ValueError(
                 f"--too-long refuse: {count} documents have more than {room} tokens, and "
-                f"{documents.place(number)} has {longest}; --seq-length {longest - 1} or "
+                f"{documents.location(number)} has {longest}; --seq-length {longest - 1} or "
                 "--too-long cut works"
             )
 

@@ -62,15 +62,15 @@ class TextSamples(Callback):
         begin = getattr(config.data, "begin_token", None)
         before = [] if begin is None else [tokenizer.token_id(begin)]
         self.texts, self.tokens = [], []
-        for place, content in of_file(file, FLAG).items():
+        for where, content in of_file(file, FLAG).items():
             try:
                 self.texts.append(content.decode())
             except UnicodeDecodeError as error:
-                raise ValueError(f"{place} is not UTF-8 text: {error}") from error
+                raise ValueError(f"{where} is not UTF-8 text: {error}") from error
             self.tokens.append([*before, *tokenizer.encode(self.texts[-1])])
             if len(self.tokens[-1]) >= length:
                 raise ValueError(
-                    f"{place}: {len(self.tokens[-1])} tokens leave no room for a new one; a prompt "
+                    f"{where}: {len(self.tokens[-1])} tokens leave no room for a new one; a prompt "
                     f"of at most {length - 1} works with --seq-length {length}"
                 )
         self.tokenizer, self.length = tokenizer, length

@@ -58,7 +58,9 @@ class BertEncoder(nn.Module):
         """Norm of the sum of the embeddings, [n, h], without dropout, which is in `layers`."""
         assert self.word_embedding is not None
         size, device = batch.tokens.shape[-1], batch.tokens.device
-        positions = torch.arange(size, device=device) if batch.places is None else batch.places
+        positions = (
+            torch.arange(size, device=device) if batch.token_order is None else batch.token_order
+        )
         positions = positions.expand_as(batch.tokens)
         x = (
             self.word_embedding(batch.tokens.flatten())

@@ -68,7 +68,9 @@ def dropout_keys(batch: TextBatch) -> Tensor | None:
     *samples, size = batch.tokens.shape
     several, device = prod(samples[1:]), batch.numbers.device
     numbers = batch.numbers[:, None] * several + torch.arange(several, device=device)
-    positions = torch.arange(size, device=device) if batch.places is None else batch.places
+    positions = (
+        torch.arange(size, device=device) if batch.token_order is None else batch.token_order
+    )
     return row_keys(numbers.flatten(), positions)
 
 

@@ -57,7 +57,7 @@ def local_tokens(batch: AnyBatch, mesh: Mesh) -> AnyBatch:
     p2p, which masks padding at the end.
     """
     ranks, kind = mesh.context.size, mesh.cp_comm_type
-    if ranks == 1 or batch.places is not None or batch.seq_length is None:
+    if ranks == 1 or batch.token_order is not None or batch.seq_length is None:
         return batch
     is_real = getattr(batch, "is_real", None)
     if is_real is not None and kind == "p2p" and (is_real[..., 1:] & ~is_real[..., :-1]).any():
@@ -95,7 +95,7 @@ class Context:
 
     def require_local(self, batch: Any) -> None:
         """Raises ValueError for a batch of whole samples, whose tokens would pass for parts."""
-        if self.axis.size > 1 and batch.places is None:
+        if self.axis.size > 1 and batch.token_order is None:
             raise ValueError(
                 f"a batch of whole samples on {self.axis.size} context ranks; local_tokens(batch, "
                 "mesh) takes this rank's tokens of it"

@@ -220,9 +220,11 @@ def score(
     or wider; if tokens are equally probable, the one with the lowest id is the most probable.
     """
     batch, whole = batch_of(tokens, mesh), scored
-    if batch.places is not None:  # this rank scores its own tokens
+    if batch.token_order is not None:  # this rank scores its own tokens
         count = batch.tokens.shape[1] * mesh.context.size - tokens.shape[1]
-        labels, scored = (F.pad(each, (0, count))[:, batch.places] for each in (labels, scored))
+        labels, scored = (
+            F.pad(each, (0, count))[:, batch.token_order] for each in (labels, scored)
+        )
     rows = model.layers(model.embed(batch), batch)[scored.flatten()]
     log_probabilities, hits = [], []
     parts = rows.split(SCORED_AT_ONCE), labels[scored].split(SCORED_AT_ONCE)
@@ -283,7 +285,7 @@ def require_outputs(model: Any, micro_batches: Sequence[Any]) -> None:
     if not hasattr(model, "logits"):
         raise ValueError(f"return_outputs: {type(model).__name__} has no `logits`, as GPT2 has")
     shapes = {getattr(each.labels, "shape", None) for each in micro_batches}
-    if any(each.places is not None for each in micro_batches):
+    if any(each.token_order is not None for each in micro_batches):
         raise ValueError("return_outputs takes whole samples, not those of `local_tokens`")
     if len(shapes) != 1 or None in shapes:
         raise ValueError("return_outputs takes micro-batches with labels [b, s], of one shape")

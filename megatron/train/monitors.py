@@ -182,8 +182,8 @@ class PhaseTimes(Callback):
         computing = sum(seconds.get(name, 0.0) for name in COMPUTING)
         ranks = control.gather((computing, control.rank, gethostname(), seconds))
         ranks.sort(key=lambda each: each[:2])
-        for name, place in (("median", (len(ranks) - 1) // 2), ("slowest", -1)):
-            busy, rank, host, phases = ranks[place]
+        for name, index in (("median", (len(ranks) - 1) // 2), ("slowest", -1)):
+            busy, rank, host, phases = ranks[index]
             about = {"seconds": busy, "rank": rank, "host": host, "phases": phases}
             self.training.add("", **{f"{name}_{key}": each for key, each in about.items()})
 

@@ -21,8 +21,8 @@ from megatron.parallel.regions import gather_with_gradient
 class Objective(Protocol):
     """The loss to be minimised: a sum of k terms, each a mean over the global batch.
 
-    Under context parallelism a batch has this rank's tokens of its samples (`places`), and sums and
-    denominators are added over these ranks, too.
+    Under context parallelism a batch has this rank's tokens of its samples (`token_order`), and
+    sums and denominators are added over these ranks, too.
     """
 
     @property

@@ -140,7 +140,7 @@ def count(state: TrainState, micro_batches: Sequence[Batch]) -> Tensor:
     mesh, counts = state.mesh, []
     for each in micro_batches:
         # Samples that are whole are the same ones on all context ranks.
-        is_counted = each.places is not None or mesh.context.rank == 0
+        is_counted = each.token_order is not None or mesh.context.rank == 0
         units = each.num_tokens if is_counted else 0
         counts.append([units, *state.objective.denominators(each)])
     (sums,) = to_device(mesh.device, np.array(counts, dtype=np.float64).sum(axis=0))

@@ -36,7 +36,7 @@ def test_texts_and_places(tmp_path: Path, end: str) -> None:
     assert texts(documents) == ["one", "zwölf\n", "drei"]
     digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     assert documents.content == f"SHA-256 {digest}, key text"
-    assert [documents.place(n) for n in range(3)] == [f"{path}, line {n}" for n in (1, 3, 4)]
+    assert [documents.location(n) for n in range(3)] == [f"{path}, line {n}" for n in (1, 3, 4)]
     with ThreadPoolExecutor(4) as threads:
         numbers = [n % 3 for n in range(300)]
         found = list(threads.map(documents.text, numbers))
@@ -51,7 +51,7 @@ def test_bad_lines(tmp_path: Path) -> None:
             documents = open_documents(path)
         assert len(caught) == 1
         assert texts(documents) == ["one", "zwölf\n", "drei", "four"]
-    assert documents.place(3) == f"{path}, line 9"
+    assert documents.location(3) == f"{path}, line 9"
 
 
 def test_lines_are_found_once(tmp_path: Path) -> None:

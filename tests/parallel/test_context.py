@@ -75,13 +75,13 @@ def tokens_of(mesh: Mesh, batch: GPT2Batch) -> tuple[GPT2Batch, Tensor]:
 def test_ranks_read_all_tokens_once_and_fill_up_samples(kind: str, cut: int) -> None:
     size = SEQUENCE - cut
     whole = packed(4)
-    whole = replace(whole.take(np.arange(size)), places=None)
+    whole = replace(whole.take(np.arange(size)), token_order=None)
     whole = replace(whole, document_starts=whole.document_starts[:, :size])
     found = on_ranks(2, kind, tokens_of, whole)
     assert sum(own.num_tokens for own, _ in found) == whole.num_tokens
     for rank, (own, tokens) in enumerate(found):
         order = token_order(SEQUENCE, 2, kind)[rank]
-        assert own.places.tolist() == order.tolist()
+        assert own.token_order.tolist() == order.tolist()
         assert tokens[:, :size].tolist() == whole.tokens.tolist()
         assert not tokens[:, size:].any()
         filled = np.pad(whole.loss_mask, [(0, 0), (0, cut)])
