@@ -244,7 +244,7 @@ row-bias-added-by-each-rank | parallel/test_layers::test_layers_equal
 - None if self.after else self.bias, self.division
 + self.bias, self.division
 norm-gradient-not-summed
-- if is_inside else mesh.of_stream
+- if is_inside else mesh.partial_axes
 + if is_inside else (mesh.replicas,)
 column-wrong-group | parallel/test_layers::test_layers_equal
 - Gathered(x=Cut(0, mesh.stream, mesh.tensor))
@@ -289,8 +289,8 @@ ring-whole-rows-look-nowhere | parallel/test_ring::test_a_query_that_may_look_no
 - lse.masked_fill_(nowhere, 0.0)
 + pass
 ring-computes-what-no-query-sees | parallel/test_ring::test_every_rank
-- seen = rows.stop if is_diagonal else last_column
-+ seen = last_column
+- visible = rows.stop if is_diagonal else last_column
++ visible = last_column
 @ megatron/parallel/ring_kernels.py | parallel/test_ring::test_a_ring_equals_the_whole
 ring-hides-by-minus-infinity
 - torch.finfo(dtype).min / 2)
@@ -624,8 +624,8 @@ vit-the-position-table-along-the-wrong-dim
 - shape, shards = (positions, hidden_size), over(1, mesh.hidden)
 + shape, shards = (positions, hidden_size), over(0, mesh.hidden)
 vit-the-class-token-counted-per-rank
-- self.add_parameter("weight", shape, shards, std=std, partial=mesh.of_stream)
-+ self.add_parameter("weight", shape, shards, std=std, partial=mesh.of_stream[:1])
+- self.add_parameter("weight", shape, shards, std=std, partial=mesh.partial_axes)
++ self.add_parameter("weight", shape, shards, std=std, partial=mesh.partial_axes[:1])
 @ megatron/data/images.py | data/test_images
 images-changes-of-the-seed-alone
 - bits = mix(mix(np.array([seed], np.uint64)) ^ np.asarray(numbers, np.uint64))
@@ -907,7 +907,7 @@ row-mean-of-the-ranks
 - y = add_bias(sum_terms(y, self.after), self.bias)
 + y = add_bias(sum_terms(y, self.after) / self.after.terms.size, self.bias)
 positions-not-partial | matrix[tensor=2,sequence-gpt2]
-- self.add_parameter("weight", shape, shards, std=std, partial=mesh.of_stream)
+- self.add_parameter("weight", shape, shards, std=std, partial=mesh.partial_axes)
 + self.add_parameter("weight", shape, shards, std=std)
 column-computes-all-columns-too
 # the right numbers by as much work as one process has

@@ -231,9 +231,9 @@ def test_a_run_goes_on_at_another_layout(model: str, tmp_path: Path) -> None:
 )
 def test_a_few_layers_stand_for_alike_ones(changes: dict[str, Any], are_alike: bool) -> None:
     config = hf_config("gemma2", {"layer_types": [], "num_hidden_layers": 4, **changes})
-    assert config.of_depth(4).described == config.described
+    assert config.with_num_layers(4).described == config.described
     with nullcontext() if are_alike else pytest.raises(UsageError):
-        found = config.of_depth(3)
+        found = config.with_num_layers(3)
         assert found.num_layers == 3
         assert len(found.described["layer_types"]) in (0, 3)
 

@@ -135,7 +135,7 @@ class KindConfig:
         """Whether layers are compiled on a GPU if no flag says it: unmodified models are not."""
         return self.can_compile and not self.is_unmodified
 
-    def of_depth(self, layers: int) -> Self:
+    def with_num_layers(self, layers: int) -> Self:
         """The same model with this many layers."""
         changes: Any = {"num_layers": layers}
         return replace(self, **changes)

@@ -196,7 +196,7 @@ class HuggingFaceConfig(KindConfig):
     def num_layers(self) -> int:
         return self.number(*NAMES["layers"])
 
-    def of_depth(self, layers: int) -> Self:
+    def with_num_layers(self, layers: int) -> Self:
         """Raises UsageError if layers differ, because a few of them do not represent all."""
         described, whole = dict(self.described), self.num_layers
         described.update((name, layers) for name in NAMES["layers"] if name in described)

@@ -27,7 +27,7 @@ from megatron.huggingface.layers import ColumnLinear
 from megatron.huggingface.plan import PlanError, plan_at
 from megatron.huggingface.replacements import (
     DropoutKeys,
-    PlannedDropout,
+    KernelDropout,
     other_dropout,
     unmodified,
     use_own_kernels,
@@ -135,7 +135,7 @@ class HuggingFace(nn.Module):
             for own_name, child in [*module.named_children()]:
                 if type(child) is nn.Dropout and child.p > 0:
                     dropout = factory.dropout(child.p, f"{name}.{own_name}")
-                    planned = PlannedDropout(dropout, self.batch_keys, widths, factory.tensor.size)
+                    planned = KernelDropout(dropout, self.batch_keys, widths, factory.tensor.size)
                     setattr(module, own_name, planned)
         self.drawn = other_dropout(model)
         self.drawn_key: Any = factory.dropout(0.0, "drawn").key
@@ -214,10 +214,10 @@ class HuggingFace(nn.Module):
                     setattr(module, name, buffer.to(device))
         try:
             logits: Tensor = self.model(**({"use_cache": False} | arguments)).logits
-            is_input = isinstance(head, ColumnLinear) and logits is head.seen
+            is_input = isinstance(head, ColumnLinear) and logits is head.input
         finally:
             if isinstance(head, ColumnLinear):
-                head.mode, head.seen = "output", None
+                head.mode, head.input = "output", None
         if self.reads == "input" and not is_input:
             # The model scales or caps its logits, which also works on one rank's columns.
             self.reads = "own columns"

@@ -73,7 +73,7 @@ class DropoutKeys:
     keys: Tensor | None = None
 
 
-class PlannedDropout(nn.Module):
+class KernelDropout(nn.Module):
     """Replaces torch's Dropout: a function of coordinates, the same at every layout."""
 
     def __init__(
@@ -249,7 +249,7 @@ def other_dropout(model: nn.Module) -> list[str]:
         is_attention = hasattr(module, "megatron_core")
         for attribute, value in vars(module).items():
             is_named = any(word in attribute for word in DROPPING) or "Dropout" in kind
-            is_own = isinstance(module, PlannedDropout | Dropout | AttentionCore)
+            is_own = isinstance(module, KernelDropout | Dropout | AttentionCore)
             is_own |= is_attention and attribute in OF_ATTENTION
             if is_named and not is_own and isinstance(value, float) and value > 0:
                 found.setdefault((kind, attribute), f"{name}.{attribute} = {value:g}")

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from megatron.config.training import OptimizerConfig, PrecisionConfig
-from megatron.parallel.bucket import LocalPart
+from megatron.parallel.bucket import LocalShard
 from megatron.parallel.buckets import GradientBuckets
-from megatron.parallel.offload import HostPart
+from megatron.parallel.offload import HostShard
 from megatron.parallel.sharding import ShardingSpec, TensorSlice, load_whole
 
 COUNTERS = ("scale", "good_steps", "overflows", "skips")
@@ -169,7 +169,7 @@ class MasterWeights:
         bucket (ZeRO), on the host with --optimizer-cpu-offload."""
         self.config, self.gradients = config, gradients
         self.buckets = gradients.buckets
-        kind = HostPart if config.optimizer_cpu_offload else LocalPart
+        kind = HostShard if config.optimizer_cpu_offload else LocalShard
         self.parts = [bucket.hold_weights(kind) for bucket in self.buckets]
         # With offload a call for each bucket, while others are copied. Else one for all: 244 calls
         # took 10.1 ms at 1.2 billion parameters, their bytes 8 ms.

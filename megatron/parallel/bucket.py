@@ -92,7 +92,7 @@ class GradientView:
         return self.of_bucket(self.bucket.gradients)
 
     @property
-    def is_wide(self) -> bool:
+    def is_fp32(self) -> bool:
         """Whether the gradient is in fp32 or wider, so that many terms may be summed in place."""
         return self.dtype.itemsize >= torch.float32.itemsize
 
@@ -213,7 +213,7 @@ class Bucket:
             self.zeros(share) if self.sums_each_micro_batch else self.gradients[self.part]
         )
         self.weights: Tensor | None = None
-        self.local: LocalPart | None = None
+        self.local: LocalShard | None = None
         self.is_of_layer = False  # whether its weights are gathered with a layer (zero3.py)
         self.missing_gradients = len(self.views)
         self.pending_sum: Callable[[], object] = nothing  # waits for it
@@ -291,7 +291,7 @@ class Bucket:
             yield TensorSlice(key, replace(view.spec, flat=own_range), local)
 
     @torch.no_grad()
-    def hold_weights(self, kind: type[LocalPart]) -> LocalPart:
+    def hold_weights(self, kind: type[LocalShard]) -> LocalShard:
         """Make the parameters views of `weights`. Returns the own part for the optimizer, which
         calls `start_publish` and `end_publish` after a change of its masters."""
         self.weights = torch.zeros(self.size, dtype=self.weight_dtype, device=self.device)
@@ -356,11 +356,11 @@ class ShardedBucket(Bucket):
         self.has_sum = True
 
 
-class LocalPart:
+class LocalShard:
     """A rank's part of a bucket, as an optimizer updates it.
 
     gradients: to read. masters: weights in the gradients' dtype, or a view of the bucket's weights
-    if these have that dtype and last. See HostPart for a part that is on the host.
+    if these have that dtype and last. See HostShard for a part that is on the host.
     """
 
     def __init__(self, bucket: Bucket) -> None:

@@ -78,21 +78,21 @@ class GradientBuckets:
         *,
         specs: Mapping[str, ShardingSpec] | None = None,
         mesh: Mesh | None = None,
-        wide: bool = True,
+        in_fp32: bool = True,
     ) -> None:
         """For an optimizer of torch, which reads `.grad`; for MasterWeights: for_master_weights.
 
         specs: specs of parameters that no layer of ours owns, see `others` of sharding_specs.
         mesh: by default the mesh of our layers in the model; required if it has none of them.
 
-        wide: False accumulates gradients of micro-batches and ranks in the parameters' own dtype:
+        in_fp32: False accumulates gradients of micro-batches and ranks in the parameters' dtype:
         bf16 takes half the memory and traffic, but sums have only 8 bits.
 
         The first step raises RuntimeError, naming them, if weights or gradients that several ranks
         hold differ between these.
         """
         self._set_up(model, specs, mesh)
-        self._add_buckets(bucket_bytes, wide, {})
+        self._add_buckets(bucket_bytes, in_fp32, {})
         self.sets_grad = True
         self.checks_weights = not any(parameter.is_meta for parameter in model.parameters())
 
@@ -104,14 +104,14 @@ class GradientBuckets:
         *,
         specs: Mapping[str, ShardingSpec] | None = None,
         mesh: Mesh | None = None,
-        wide: bool = True,
+        in_fp32: bool = True,
         zero_stage: int = 0,
         units: Sequence[nn.Module] | None = None,
         compares_weights: bool = True,
         reduction: Reduction | None = None,
     ) -> Self:
         """For MasterWeights, which reads the buckets: there is no `.grad`, and gradients that
-        several ranks hold are not compared. specs, mesh, wide: see GradientBuckets.
+        several ranks hold are not compared. specs, mesh, in_fp32: see GradientBuckets.
 
         zero_stage: the ZeRO stage. units: modules, each of which stage 3 gathers as a whole; by
         default the elements of the outermost lists with two elements of one class. No bucket then
@@ -142,7 +142,7 @@ class GradientBuckets:
         if units is not None or zero_stage == 3:
             layers = zero3.Units(model, units)
             unit_of = layers.of_parameters
-        gradients._add_buckets(bucket_bytes, wide, unit_of)
+        gradients._add_buckets(bucket_bytes, in_fp32, unit_of)
         if reduction is not None:
             for bucket in gradients.buckets:
                 bucket.custom_sum = sum_by(reduction)
@@ -181,7 +181,7 @@ class GradientBuckets:
         self.reducing = deque[Bucket]()  # buckets in reduction, from ZeRO stage 2 on
         self.on_gradient: Callable[[GradientView], object] = nothing  # called after each addition
 
-    def _add_buckets(self, bucket_bytes: int, wide: bool, unit_of: Mapping[str, int]) -> None:
+    def _add_buckets(self, bucket_bytes: int, in_fp32: bool, unit_of: Mapping[str, int]) -> None:
         """Make buckets of at most `bucket_bytes`, or of one larger parameter, in the order in which
         the backward fills them: last layers first. unit_of: numbers of units by name of their
         parameters; parameters with different numbers share no bucket."""
@@ -192,7 +192,7 @@ class GradientBuckets:
         trained = [named for named in self.model.named_parameters() if named[1].requires_grad]
         for name, parameter in reversed(trained):
             spec, dtype = self.specs[name], parameter.dtype
-            if wide:
+            if in_fp32:
                 dtype = torch.promote_types(dtype, torch.float32)
             axes = tuple(axis.name for axis in spec.partial if axis.size > 1)
             key = unit_of.get(name), parameter.dtype, axes
@@ -298,11 +298,11 @@ class GradientBuckets:
         for view, gradient in arrived:
             alike[view.is_filled, view.dtype, gradient.dtype].append((view.gradient, gradient))
             view.is_filled = True
-        for (is_filled, wide, dtype), pairs in alike.items():
+        for (is_filled, total_dtype, dtype), pairs in alike.items():
             totals, gradients = map(list, zip(*pairs, strict=True))
-            if is_filled and wide != dtype:  # one call adds only tensors of one dtype
-                narrow, gradients = gradients, [torch.empty_like(each) for each in totals]
-                torch._foreach_copy_(gradients, narrow)
+            if is_filled and total_dtype != dtype:  # one call adds only tensors of one dtype
+                half, gradients = gradients, [torch.empty_like(each) for each in totals]
+                torch._foreach_copy_(gradients, half)
             (torch._foreach_add_ if is_filled else torch._foreach_copy_)(totals, gradients)
         for view, _ in arrived:
             self.on_gradient(view)

@@ -221,6 +221,7 @@ def _traced(name: str, x: Tensor, *arguments: Any, axis: Axis) -> Wait:
 
 
 def _goes_through_host(x: Tensor, axis: Axis) -> bool:
+    # gloo sends no tensor of a GPU: the process dies ("pair.cc writev: Bad address").
     return (dist.get_backend(axis.group), x.device.type) in THROUGH_HOST
 
 
@@ -231,6 +232,7 @@ def start_send(x: Tensor, axis: Axis, receiver: int, what: str) -> Wait:
     if _goes_through_host(x, axis):
         block = block.to("cpu", copy=True)
     call = calls.start(f"send of {what}", x.shape)
+    # isend returns before it has read the block: _wait keeps it, and waits once, as twice hangs.
     work = dist.isend(block, group=axis.group, group_dst=receiver)
     return partial(_wait, calls, call, work, block, block)
 
@@ -242,6 +244,7 @@ def start_receive(x: Tensor, axis: Axis, sender: int, what: str) -> Wait:
     if _goes_through_host(x, axis):
         block = torch.empty_like(block, device="cpu")
     call = calls.start(f"receive of {what}", x.shape)
+    # In gloo a longer message than the block aborts the process, so shapes come from meta.
     work = dist.irecv(block, group=axis.group, group_src=sender)
     return partial(_wait, calls, call, work, block, x)
 

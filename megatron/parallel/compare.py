@@ -133,14 +133,14 @@ class KeepFP64(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        is_wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
-        if is_wide and func is Tensor.float:
+        is_fp64 = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
+        if is_fp64 and func is Tensor.float:
             return args[0]
-        if is_wide and func in (Tensor.to, Tensor.type, Tensor.softmax, torch.softmax, F.softmax):
+        if is_fp64 and func in (Tensor.to, Tensor.type, Tensor.softmax, torch.softmax, F.softmax):
 
-            def widened(value: Any) -> Any:
+            def kept(value: Any) -> Any:
                 return torch.float64 if value is torch.float32 else value
 
-            args = tuple(map(widened, args))
-            kwargs = {name: widened(value) for name, value in kwargs.items()}
+            args = tuple(map(kept, args))
+            kwargs = {name: kept(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)

@@ -43,7 +43,7 @@ def token_order(size: int, ranks: int, cp_comm_type: str) -> NDArray[np.int64]:
     if size % pieces:
         raise ValueError(f"{size} tokens of a sample are no multiple of {pieces} pieces of them")
     chunks = np.arange(size).reshape(pieces, -1)
-    if pieces > ranks:
+    if pieces > ranks:  # causal chunks r and 2c - 1 - r read r + 1 and 2c - r chunks of keys
         chunks = np.concatenate([chunks[:ranks], chunks[: ranks - 1 : -1]], axis=1)
     return chunks
 

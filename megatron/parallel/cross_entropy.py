@@ -258,7 +258,7 @@ def linear_cross_entropy(
     compute = partial(
         _loss_and_gradients,
         vocab_size=vocab_size,
-        view=view if view is None or view.is_wide else None,
+        view=view if view is None or view.is_fp32 else None,
         x_cut=x_cut,
         weight_cut=weight_cut,
         is_fused=is_fused,

@@ -281,7 +281,7 @@ class _LookUp(torch.autograd.Function):
 def look_up(index: Tensor, weight: Tensor, view: GradientView | None = None) -> Tensor:
     """Rows [n, h] of `weight` [v, h] at `index` [n]; their gradients are summed in fp32 or wider.
     view: see `multiply`; used only if it is wide."""
-    return _LookUp.apply(index, weight, view if view is None or view.is_wide else None)
+    return _LookUp.apply(index, weight, view if view is None or view.is_fp32 else None)
 
 
 def look_up_own(ids: Tensor, own_ids: slice, weight: Tensor, view: GradientView | None) -> Tensor:
@@ -484,7 +484,7 @@ class PositionEmbedding(ShardedModule):
     def __init__(self, mesh: Mesh, positions: int, hidden_size: int, *, std: float = STD) -> None:
         super().__init__(mesh)
         shape, shards = (positions, hidden_size), over(1, mesh.hidden)
-        self.add_parameter("weight", shape, shards, std=std, partial=mesh.of_stream)
+        self.add_parameter("weight", shape, shards, std=std, partial=mesh.partial_axes)
 
     def forward(self, positions: Tensor) -> Tensor:
         own = own_rows(as_rows(self, positions), self.mesh.stream)
@@ -573,7 +573,7 @@ class Norm(ShardedModule):
         super().__init__(mesh)
         self.epsilon = epsilon
         self.hidden = mesh.inner_hidden if is_inside else mesh.hidden
-        summed_over = (mesh.replicas, mesh.inner_tokens) if is_inside else mesh.of_stream
+        summed_over = (mesh.replicas, mesh.inner_tokens) if is_inside else mesh.partial_axes
         shape, shards = (hidden_size,), over(0, self.hidden)
         self.add_parameter("weight", shape, shards, fill=1, decay=False, partial=summed_over)
         self.add_bias(has_bias, shape, shards, partial=summed_over)

@@ -212,7 +212,7 @@ class InputLinear(ParallelLinear):
     ColumnParallelLinear."""
 
     def __init__(self, mesh: Mesh, in_features: int, out_features: int, **settings: Any) -> None:
-        rows, division = mesh.of_stream[1:], Gathered(x=Cut(terms=mesh.hidden))
+        rows, division = mesh.partial_axes[1:], Gathered(x=Cut(terms=mesh.hidden))
         partition = Partition(division, outputs=mesh.hidden, x_rows=rows, y_rows=rows)
         super().__init__(mesh, in_features, out_features, partition, **settings)
 
@@ -225,7 +225,7 @@ class OutputLinear(ParallelLinear):
     ColumnParallelLinear."""
 
     def __init__(self, mesh: Mesh, in_features: int, out_features: int, **settings: Any) -> None:
-        rows, division = mesh.of_stream[1:], Gathered(y=Cut(terms=mesh.hidden))
+        rows, division = mesh.partial_axes[1:], Gathered(y=Cut(terms=mesh.hidden))
         axis = mesh.hidden
         partition = Partition(division, (axis,), x_columns=axis, x_rows=rows, y_rows=rows)
         super().__init__(mesh, in_features, out_features, partition, **settings)

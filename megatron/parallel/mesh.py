@@ -244,7 +244,7 @@ class Mesh:
         return tuple(getattr(self, name) for name in (*OUTER, *INNER[self.tensor_parallel_mode]))
 
     @property
-    def of_stream(self) -> tuple[Axis, ...]:
+    def partial_axes(self) -> tuple[Axis, ...]:
         """Axes over which gradients of parameters that act on rows of hidden states are summed."""
         return self.replicas, self.stream, self.tokens
 

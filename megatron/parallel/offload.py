@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron.parallel.bucket import Bucket, LocalPart, nothing
+from megatron.parallel.bucket import Bucket, LocalShard, nothing
 
 HOST = torch.device("cpu")
 SMALLEST = 4096  # bytes; a smaller storage is not worth a copy
@@ -57,7 +57,7 @@ def start_to_host(source: Tensor, host: Tensor) -> Callable[[], object]:
     return done.synchronize
 
 
-class HostPart(LocalPart):
+class HostShard(LocalShard):
     """The local part of a bucket on the host: masters, a copy of the gradients, rounded weights."""
 
     def __init__(self, bucket: Bucket) -> None:

@@ -215,9 +215,9 @@ class _Blocks:
             size = min(size, max(ROWS, length // 8))
         for start in range(first_row, length, size):
             rows = slice(start, min(start + size, length))
-            seen = rows.stop if is_diagonal else last_column
-            for first in range(0, seen, cut):
-                columns = slice(first, min(first + cut, seen))
+            visible = rows.stop if is_diagonal else last_column
+            for first in range(0, visible, cut):
+                columns = slice(first, min(first + cut, visible))
                 bias = self._bias(q, rows, positions[columns])
                 yield rows, columns, Mask(False, bias, self._dropout(rows, first, source, half))
 

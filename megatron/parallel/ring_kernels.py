@@ -61,8 +61,8 @@ def holds_scores(q: Tensor, dropout: bool) -> bool:
 def bias_of(visible: Tensor, q: Tensor, dropout: bool) -> Tensor:
     """The bias that masks scores by the mask [b or 1, 1, n, m], True where a query may look."""
     # A kernel on a CPU takes fp32 beside fp64, in silence and wrongly; one on a GPU q's dtype only.
-    is_wide = is_on_cpu(q) or holds_scores(q, dropout)
-    dtype = torch.promote_types(q.dtype, torch.float32) if is_wide else q.dtype
+    in_fp32 = is_on_cpu(q) or holds_scores(q, dropout)
+    dtype = torch.promote_types(q.dtype, torch.float32) if in_fp32 else q.dtype
     columns = visible.shape[3]
     bias = visible.new_zeros(*visible.shape[:3], columns + -columns % _BIAS_MULTIPLE, dtype=dtype)
     # Finite, because a row of minus infinity has the log-sum-exp 0 there; half of the smallest

@@ -326,7 +326,7 @@ def replicated(parameter: Tensor, mesh: Mesh) -> ShardingSpec:
     """The spec of a parameter of torch's own layers that every rank holds whole, and that acts on
     rows of hidden states outside the parallel region. Matrices decay, vectors do not."""
     shape, decay = tuple(parameter.shape), parameter.dim() > 1
-    return ShardingSpec(shape=shape, partial=mesh.of_stream, decay=decay)
+    return ShardingSpec(shape=shape, partial=mesh.partial_axes, decay=decay)
 
 
 def load_whole(local: Tensor, whole: Tensor, spec: ShardingSpec) -> None:

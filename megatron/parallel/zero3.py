@@ -27,7 +27,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
-from megatron.parallel.bucket import UNITS, Bucket, LocalPart, ShardedBucket, nothing, require_whole
+from megatron.parallel.bucket import (
+    UNITS,
+    Bucket,
+    LocalShard,
+    ShardedBucket,
+    nothing,
+    require_whole,
+)
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.offload import LayerOffload
 
@@ -56,7 +63,7 @@ class GatheredBucket(ShardedBucket):
 
     keeps_weights = False
 
-    def hold_weights(self, kind: type[LocalPart]) -> LocalPart:
+    def hold_weights(self, kind: type[LocalShard]) -> LocalShard:
         local = super().hold_weights(kind)
         self.release()
         return local

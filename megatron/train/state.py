@@ -246,7 +246,7 @@ def build_state(
         raise UsageError("--compile", None, allowed, works=("--no-compile",))
     gradients = GradientBuckets.for_master_weights(
         model,
-        wide=not precision.pure_bf16,
+        in_fp32=not precision.pure_bf16,
         zero_stage=zero_stage,
         compares_weights=False,  # they are a function of the seed, or loaded next
         reduction=None if reduction == "sum" else PARTS["gradient_reduction"].find(reduction),

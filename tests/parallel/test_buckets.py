@@ -65,7 +65,7 @@ def test_narrow_buckets_round_a_sum_once() -> None:
     config = tiny_config(untie_embeddings_and_output_weights=True)
     for wide in (True, False):
         model = tiny_model(serial_mesh(), config, dtype=torch.bfloat16)
-        buckets = GradientBuckets(model, wide=wide)
+        buckets = GradientBuckets(model, in_fp32=wide)
         with patch.object(cross_entropy, "CHUNK_BYTES", 2**12), buckets.accumulate(is_last=True):
             summed_loss(model, samples(4), CPU)[0].backward()
         assert {each.gradients.dtype for each in buckets.buckets} == {

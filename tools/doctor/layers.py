@@ -81,7 +81,7 @@ def measure(configs: Iterable[PretrainConfig], mesh: Mesh) -> Timed:
         precision = config.precision.name or default_precision(mesh.device)
         steps = [
             Step(
-                replace(config, model=config.model.of_depth(depth)),
+                replace(config, model=config.model.with_num_layers(depth)),
                 mesh.size(),
                 precision,
                 mesh.device.type,

@@ -120,7 +120,7 @@ def axes_of(
 @cache
 def _names(config: PretrainConfig, depth: int) -> frozenset[str]:
     sizes = {**config.parallel.sizes, "data": 1}
-    config = replace(config, model=config.model.of_depth(depth))
+    config = replace(config, model=config.model.with_num_layers(depth))
     _, model = rank_on_meta(config, "fp32", sizes, "meta", WHOLE_MODEL, 0)
     return frozenset(name for name, _ in model.named_parameters())
 
@@ -139,7 +139,7 @@ def parameters_of(
     """(parameters of a rank with one layer, on two data-parallel ranks; further terms of the loss).
     place: see micro_batch.py; None without a pipeline."""
     plan, of_layers = WHOLE_MODEL if place is None else THREE, _names_of_layers(config)
-    config = replace(config, model=config.model.of_depth(plan.stages))
+    config = replace(config, model=config.model.with_num_layers(plan.stages))
     sizes = {**config.parallel.sizes, "data": 2}
     _, model = rank_on_meta(config, precision, sizes, "meta", plan, place or 0)
     specs, found = sharding_specs(model), []

@@ -196,7 +196,7 @@ def trace_at(asked: MicroBatch, place: int, layers: int) -> Trace:
         sizes = [layers if each == place else 1 for each in range(3)]
         kind = "zb-h1" if asked.pipeline.is_halved else "1f1b"
         plan = PipelinePlan(3, 1, kind, consecutive(sizes))
-    model, parallel = config.model.of_depth(sum(sizes)), in_one_stage(config.parallel)
+    model, parallel = config.model.with_num_layers(sum(sizes)), in_one_stage(config.parallel)
     found = replace(config, model=model, parallel=parallel)
     return trace(replace(asked, config=found, pipeline=plan, rank=place))
 

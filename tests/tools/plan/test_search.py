@@ -84,7 +84,7 @@ def check_model(step: Step) -> None:
         each.name: each.size for each in every
     }
     wide, stage = not config.precision.pure_bf16, step.stage
-    gradients = GradientBuckets.for_master_weights(model, wide=wide, zero_stage=stage)
+    gradients = GradientBuckets.for_master_weights(model, in_fp32=wide, zero_stage=stage)
     found = [
         (each.size, each.shared.size, sorted(axis.name for axis in each.axes), each.is_of_layer)
         for each in gradients.buckets
