@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from multiprocessing import forkserver
@@ -70,8 +70,10 @@ class Run:
         for rank in range(len(self.processes)) if ranks is None else ranks:
             pid = self.processes[rank].pid
             assert pid is not None
-            if self.processes[rank].exitcode is None:
-                os.kill(pid, number)
+            # The fork server reaps a rank before it says that it has ended.
+            with suppress(ProcessLookupError):
+                if self.processes[rank].exitcode is None:
+                    os.kill(pid, number)
 
     def text(self, rank: int | None = None) -> str:
         """The output of a rank, or of all ranks one after another."""
