@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron.libraries import load
 from megatron.parallel import layers, layers_llama
 from megatron.parallel import layers_grid as grid
-from megatron.parallel.block_attention import block_attention
 from megatron.parallel.context import Context, core_of
-from megatron.parallel.dropout import Dropout
+from megatron.parallel.dropout import Dropout, block_attention
 from megatron.parallel.flex_dropout import flex_or_blocks
 from megatron.parallel.mesh import ALONE, Mesh
 

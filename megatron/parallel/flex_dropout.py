@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from megatron.parallel.block_attention import block_attention
-from megatron.parallel.dropout import STEPS, kept_mask_traced, rounded
+from megatron.parallel.dropout import STEPS, block_attention, kept_mask_traced, rounded
 
 BLOCK = 128  # queries, and keys, of a block that is computed or skipped
 SMALLEST = 16  # fewest elements of a head in the compiler's kernel

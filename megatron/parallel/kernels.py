@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from megatron.parallel.block_attention import block_attention, widen
+from megatron.parallel.dropout import block_attention, widen
 
 try:
     from megatron.parallel.cpu import norms, onednn

@@ -31,11 +31,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel import kernels
-from megatron.parallel.block_attention import block_attention
 from megatron.parallel.bucket import GradientView
 from megatron.parallel.collectives import UNCUT, Cut, cut, gather_from, own_rows, sum_terms
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
-from megatron.parallel.dropout import head_keys, layer_key, require_keys
+from megatron.parallel.dropout import block_attention, head_keys, layer_key, require_keys
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 from megatron.parallel.regions import normalise
 from megatron.parallel.sharding import ShardedModule

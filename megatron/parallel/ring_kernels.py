@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.parallel.block_attention import widen
-from megatron.parallel.dropout import drop_elements
+from megatron.parallel.dropout import drop_elements, widen
 from megatron.parallel.kernels import is_on_cpu
 
 _ATEN = torch.ops.aten

@@ -8,8 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.parallel import kernels
-from megatron.parallel.block_attention import BLOCK, block_attention
-from megatron.parallel.dropout import dropout, head_keys, layer_key, row_keys
+from megatron.parallel.dropout import (
+    BLOCK,
+    block_attention,
+    dropout,
+    head_keys,
+    layer_key,
+    row_keys,
+)
 
 BATCH, HEADS, SIZE = 2, 3, 8
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.parallel import ring
-from megatron.parallel.block_attention import block_attention
-from megatron.parallel.dropout import head_keys, layer_key, row_keys
+from megatron.parallel.dropout import block_attention, head_keys, layer_key, row_keys
 from megatron.parallel.mesh import ALONE, Axis, Mesh, build_mesh
 from megatron.parallel.ring import Visible, ring_attention
 from tests import threads

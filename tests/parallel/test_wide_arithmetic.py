@@ -17,9 +17,8 @@ from torch import Tensor
 
 from megatron.parallel import dropout as dropouts
 from megatron.parallel import kernels
-from megatron.parallel.block_attention import BLOCK
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.parallel.dropout import head_keys, row_keys
+from megatron.parallel.dropout import BLOCK, head_keys, row_keys
 from megatron.parallel.initialize import materialize
 from megatron.parallel.layers import (
     AttentionCore,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.block_attention import widen
+from megatron.parallel.dropout import widen
 
 NARROW = (torch.bfloat16, torch.float16)
 
