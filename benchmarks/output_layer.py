@@ -2,7 +2,8 @@
 
 Compares forward and backward with the logits of one chunk of tokens at a time, as in training, and
 with all logits at once. Both are code of this project, with the weight's gradient in its buffer,
-and have the same loss. Memory is the peak of a step on all ranks, without the weight, the hidden
+and have the same loss. As in a run, the softmax of a chunk is two compiled functions on a GPU and
+works in place on a CPU. Memory is the peak of a step on all ranks, without the weight, the hidden
 states and the gradients of both.
 """
 
@@ -26,6 +27,8 @@ from benchmarks.steps import SEED
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.initialize import materialize
 from megatron.parallel.layers import VocabParallelEmbedding, VocabParallelHead
+from megatron.train.compiled import compile_layers
+from megatron.train.machine import choose_compile
 from megatron.train.state import DTYPES
 
 CHUNKED, AT_ONCE = "logits in chunks", "all logits at once"
@@ -40,6 +43,10 @@ def contender(rank: Rank, name: str, dtype: str, vocab: int, hidden: int, tokens
         head = VocabParallelHead(mesh, vocab, hidden, divisible_by=128)
     layers = nn.ModuleList([embedding, head])
     materialize(layers, device=mesh.device, dtype=DTYPES[dtype], seed=SEED)
+    compiled, warnings = choose_compile(None, mesh)
+    rank.notes += warnings
+    if compiled:
+        compile_layers(layers)
     buckets = GradientBuckets.for_master_weights(layers)
     numbers = torch.Generator().manual_seed(SEED)
     stream = torch.randn(tokens, hidden, generator=numbers).to(mesh.device, DTYPES[dtype])

@@ -9,7 +9,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from benchmarks import (
     commits,
     context,
     growth,
+    output_layer,
     pipeline,
     scaling,
     tensor_modes,
@@ -27,6 +28,7 @@ from benchmarks import (
 )
 from benchmarks.harness import Flags, Rank
 from benchmarks.report import Results, rows
+from megatron.parallel.layers import VocabParallelHead
 from tests.benchmarks.run import ROOT, as_a_rank, figures, run
 from tests.programs import start_ranks
 from tests.refusals import field_of, refusal
@@ -340,6 +342,16 @@ def test_peers_that_compile(preset: str, flags: str, peer: str) -> None:
         turns = [each.run(Rank(), **each.arguments) for each in found]
         ours, its = ([float((turn() or {})["loss"]) for _ in range(3)] for turn in turns)
     assert its == pytest.approx(ours, rel=1e-5)
+
+
+def test_output_layer_is_compiled_as_in_a_run() -> None:
+    with (
+        patch.object(output_layer, "choose_compile", Mock(return_value=(True, []))),
+        patch.object(output_layer, "compile_layers") as compiled,
+    ):
+        output_layer.contender(Rank(), output_layer.CHUNKED, "fp32", 64, 8, 16)
+    (layers,) = compiled.call_args.args
+    assert VocabParallelHead in map(type, layers.modules())
 
 
 @pytest.mark.parametrize("reads", [1, 2])
