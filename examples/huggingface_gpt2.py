@@ -71,6 +71,12 @@ def train(model: Any, plan: str, mesh: api.Mesh, steps: int) -> Iterator[tuple[f
         yield float(api.all_reduce(loss.detach(), mesh.axis("batch"))), float(norm)
 
 
+def recompute(model: Any) -> None:
+    """Layers recompute their activations in the backward."""
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})  # its name until 5.17
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     words = ("--tensor", "--tensor-model-parallel-size")
@@ -89,7 +95,7 @@ def main() -> None:
         folder = GPT2LMHeadModel.from_pretrained
         model: Any = folder(flags.load, **STILL) if flags.load else GPT2LMHeadModel(CONFIG)
     if flags.checkpoint:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        recompute(model)
     with api.launch(parallel) as mesh:
         results = train(model, flags.plan, mesh, flags.steps)
         for step, (loss, norm) in enumerate(results, start=1):

@@ -6,6 +6,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def ours(sizes: dict[str, int], plan: str, is_checkpointed: bool) -> Run:
     mesh = build_mesh(sizes, torch.device("cpu")) if sizes else serial_mesh()
     model = built()
     if is_checkpointed:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        example.recompute(model)
     steps = [*example.train(model, plan, mesh, STEPS)]
     return Run(steps, whole_state_dict(model))
 
@@ -69,6 +70,12 @@ def test_huggingface_gpt2_is_a_plain_loop(gloo: Pool, sizes: dict[str, int], pla
 
 def test_huggingface_gpt2_on_one_process_is_a_plain_loop() -> None:
     assert_run(ours({}, "megatron", False), plain_run(built()))
+
+
+def test_transformers_5_17_has_another_name_of_it() -> None:
+    older = Mock(spec=["gradient_checkpointing_enable"])
+    example.recompute(older)
+    older.gradient_checkpointing_enable.assert_called_once_with({"use_reentrant": False})
 
 
 def assert_run(found: Run, wanted: Run) -> None:
