@@ -31,7 +31,7 @@ COMPRESSION: dict[str, tuple[Callable[[bytes], bytes], Callable[[], Any]]] = {
     ".gz": (gzip.compress, lambda: zlib.decompressobj(31)),
     ".zst": (zstd.compress, zstd.ZstdDecompressor),
     ".bz2": (bz2.compress, bz2.BZ2Decompressor),
-    ".xz": (lzma.compress, lzma.LZMADecompressor),
+    ".xz": (partial(lzma.compress, preset=0), lzma.LZMADecompressor),
 }
 
 

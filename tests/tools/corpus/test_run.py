@@ -17,7 +17,6 @@ from tests.data.samples import write_tokenizer_json
 from tests.programs import ROOT
 from tests.refusals import refusal, refused
 from tests.tools.corpus.lines import content, manifest, read_jsonl, stages, write_jsonl
-from tools.corpus import plan
 from tools.corpus.__main__ import main
 from tools.corpus.pipeline import preflight, read_description
 from tools.corpus.run import Settings, jobs_until, run
@@ -107,19 +106,6 @@ def test_a_changed_step_is_refused_and_with_overwrite_redone_with_all_after_it(
     between = f"[decontaminate]\nevaluation = ['{tmp_path / 'test.txt'}']\n"
     file.write_text(file.read_text() + between)
     assert_refused(file, "[dedup]", "--overwrite")  # which gets other input
-
-
-def test_a_removal_far_above_that_of_the_sample_stops_the_run(tmp_path: Path) -> None:
-    file, kept = description(tmp_path, "[dedup]\n"), tmp_path / "out" / "plan.json"
-    plan.run(plan.Settings(config=file))
-    record = json.loads(kept.read_text())
-    [dedup] = [each for each in record["steps"] if each["name"] == "dedup"]
-    assert dedup["removal"] > 0.001
-    dedup["removal"] = 0.001
-    kept.write_text(json.dumps(record))
-    assert_refused(file, "[dedup]", "expected_removal", plan=True)
-    file.write_text(file.read_text() + "expected_removal = 0.5\n")
-    go(file, plan=True)  # the file's word counts
 
 
 def test_several_sources_are_extracted_and_come_together(tmp_path: Path) -> None:
