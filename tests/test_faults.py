@@ -72,10 +72,29 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_kill_9_at_any_moment_changes_no_bit(folder: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one rank that nothing disturbs, with a checkpoint of each of its four steps."""
+    save = tmp_path_factory.mktemp("whole")
+    train(flags(save, 4, f"{DROPOUT} --save-interval 1"), folder)
+    return save
+
+
+# Evaluations of four groups of micro-batches, after the third and the last of six steps.
+EVALUATED = f"{DROPOUT} {SPLIT} --eval-iters 20 --eval-interval 3 --check-replicas-interval 4"
+
+
+@pytest.fixture(scope="module")
+def calm(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps of two ranks that nothing disturbs."""
+    save = tmp_path_factory.mktemp("calm")
+    train(flags(save, 6, EVALUATED), folder, world=2)
+    return save
+
+
+def test_kill_9_at_any_moment_changes_no_bit(folder: Path, tmp_path: Path, calm: Path) -> None:
     """One rank or both are killed while starting, training and saving, until the run is through."""
     steps, more = 6, f"{DROPOUT} --save-interval 2 --keep-checkpoints 2 {SPLIT}"
-    train(flags(tmp_path / "calm", steps, more), folder, world=2)
     save = tmp_path / "killed"
     moments = [
         ("megatron.train.launch:launch", 1, [0, 1]),
@@ -94,23 +113,25 @@ def test_kill_9_at_any_moment_changes_no_bit(folder: Path, tmp_path: Path) -> No
             run.wait()
             assert -signal.SIGKILL in codes, (moment, run.text())
     train(flags(save, steps, more), folder, world=2)
-    assert_equal_bits(newest(tmp_path / "calm"), newest(save))
+    assert_equal_bits(newest(calm), newest(save))
     recorded = [line["step"] for line in lines_of(save)]
     assert recorded == sorted(set(recorded))
 
 
 @pytest.mark.parametrize(("world", "zero"), [(1, 0), (2, 3)])
 def test_two_halves_of_a_run_equal_a_whole_one(
-    folder: Path, tmp_path: Path, world: int, zero: int
+    folder: Path, tmp_path: Path, whole: Path, world: int, zero: int
 ) -> None:
     more = f"{DROPOUT} --save-interval 2 --zero-stage {zero}"
-    train(flags(tmp_path / "whole", 4, more), folder, world)
+    if world > 1:
+        whole = tmp_path / "whole"
+        train(flags(whole, 4, more), folder, world)
     save = tmp_path / "halves"
     before = time.monotonic()
     train(flags(save, 2, more), folder, world)
     assert str(save / "step_00000002") in train(flags(save, 4, more), folder, world)
     passed = time.monotonic() - before
-    assert_equal_bits(tmp_path / "whole" / "step_00000004", save / "step_00000004")
+    assert_equal_bits(whole / "step_00000004", save / "step_00000004")
     starts = lines_of(save, "start_seconds")
     assert [line["step"] for line in starts] == [1, 3]
     phases = ["imports", "opening data", "reading the checkpoint", "building the model"]
@@ -145,24 +166,24 @@ SIGNALLED = [  # (signal to rank 1, the call during which it comes, the step tha
     (signal.SIGUSR1, "megatron.train.step:count", 2, 2),
     (signal.SIGTERM, "megatron.train.evaluate:Executor", 2, 3),
     (signal.SIGTERM, "megatron.train.replicas:digest", 9, 4),
-    (signal.SIGTERM, "megatron.train.evaluate:Executor", 2, 5),  # the last one, made later
+    (signal.SIGTERM, "megatron.train.evaluate:Executor", 2, 6),  # the last one, made later
 ]
 
 
-def test_a_signal_to_one_rank_saves_and_ends_all_with_75(folder: Path, tmp_path: Path) -> None:
-    """In a step, in evaluations of four groups of micro-batches, in a check of replicas."""
-    save, calm = tmp_path / "stopped", tmp_path / "calm"
-    more = f"{DROPOUT} {SPLIT} --eval-iters 20 --eval-interval 3 --check-replicas-interval 4"
+def test_a_signal_to_one_rank_saves_and_ends_all_with_75(
+    folder: Path, tmp_path: Path, calm: Path
+) -> None:
+    """In a step, in evaluations, in a check of replicas."""
+    save, words = tmp_path / "stopped", flags(tmp_path / "stopped", 6, EVALUATED)
     for number, target, call, step in SIGNALLED:
         come = partial(signal.raise_signal, number)
         before = partial(at_call, target, call, [1], come, instead=False)
-        with pretrain(flags(save, 5, more), world=2, folder=folder, before=before) as run:
+        with pretrain(words, world=2, folder=folder, before=before) as run:
             assert run.wait() == [75, 75], run.text()
         *_, last = lines_of(save, "step")
         assert last == {"step": step, "ended": number.name, "exit_code": 75}
         assert newest(save).name == f"step_{step:08d}"
-    train(flags(save, 5, more), folder, world=2)
-    train(flags(calm, 5, more), folder, world=2)
+    train(words, folder, world=2)
     assert_equal_bits(newest(save), newest(calm))
     ours, theirs = (
         [(line["step"], line["validation_loss"]) for line in lines_of(each, "validation_loss")]
@@ -171,20 +192,20 @@ def test_a_signal_to_one_rank_saves_and_ends_all_with_75(folder: Path, tmp_path:
     assert ours == theirs
 
 
-def test_damage_is_passed_over_by_name_and_nothing_is_deleted(folder: Path, tmp_path: Path) -> None:
-    save = tmp_path / "damaged"
-    train(flags(save, 4, f"{PLAIN} --save-interval 1"), folder)
-    shutil.copytree(save, tmp_path / "calm")
+def test_damage_is_passed_over_by_name_and_nothing_is_deleted(
+    folder: Path, tmp_path: Path, whole: Path
+) -> None:
+    save = shutil.copytree(whole, tmp_path / "damaged")
     flipped = save / "step_00000004" / "shard_00000.safetensors"
     size = flipped.stat().st_size
     flip(flipped, size // 2)
     short = save / "step_00000003" / "shard_00000.safetensors"
     os.truncate(short, size - 7)
     (save / "step_00000002" / "shard_00000.safetensors").unlink()
-    text = train(flags(save, 4, PLAIN), folder)
+    text = train(flags(save, 4), folder)
     for name in (str(flipped), str(short), "step_00000002", str(save / "step_00000001")):
         assert name in text, text
-    assert_equal_bits(newest(save), tmp_path / "calm" / "step_00000004")
+    assert_equal_bits(newest(save), whole / "step_00000004")
     for name, kept in (("step_00000004", size), ("step_00000003", size - 7)):
         aside = save / f"{name}.abandoned" / "shard_00000.safetensors"
         assert aside.stat().st_size == kept
@@ -310,13 +331,14 @@ def test_torchrun_restarts_into_a_clean_resume_and_a_script_can_stop_it(
     assert_equal_bits(newest(calm), newest(save))
 
 
-def test_requeued_fine_tuning_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
-    pretrained, tuned = tmp_path / "pretrained", tmp_path / "tuned"
-    train(flags(pretrained, 2, f"{PLAIN} --seed 7"), folder)
-    words = f"--load {pretrained} --save {tuned} --finetune --train-iters 4 --save-interval 2"
+def test_requeued_fine_tuning_goes_on_where_it_was(
+    folder: Path, tmp_path: Path, whole: Path
+) -> None:
+    tuned = tmp_path / "tuned"
+    words = f"--load {whole} --save {tuned} --finetune --train-iters 4 --save-interval 2"
     words += f" --eval-iters 0 --log-interval 1 --seed 8 {PLAIN}"
     text = train(words, folder)
-    assert str(pretrained / "step_00000002") in text
+    assert str(whole / "step_00000004") in text
     shutil.copytree(tuned, tmp_path / "calm")
     shutil.rmtree(tuned / "step_00000004")
     text = train(words, folder)

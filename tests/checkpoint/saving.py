@@ -1,11 +1,6 @@
-"""A small state and its saver, and what goes wrong on the file system, for tests of what saves."""
+"""A small state and its saver, for tests of what saves."""
 
-import errno
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -81,33 +76,3 @@ def flip(file: Path, place: int = -1) -> None:
     content = bytearray(file.read_bytes())
     content[place] ^= 1
     file.write_bytes(content)
-
-
-@contextmanager
-def before_calls(act: Callable[[str, Sequence[Any]], object], *calls: str) -> Iterator[None]:
-    """`act` gets the name and the arguments of each of these calls before it happens: "os.fsync",
-    "pathlib.Path.rename". The call raises whatever `act` raises."""
-
-    def watched(call: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def act_and_call(*given: Any, **more: Any) -> Any:
-            act(call, given)
-            return original(*given, **more)
-
-        return act_and_call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for call in calls:
-            place, _, name = call.rpartition(".")
-            owner = resolve_name(place)
-            patch.setattr(owner, name, watched(call, getattr(owner, name)))
-        yield
-
-
-def failing(call: str, number: int = errno.EIO, *, of: str = "") -> AbstractContextManager[None]:
-    """Let a call fail; of: only for files with this in their path, the new one of a rename too."""
-
-    def fail(_: str, given: Sequence[Any]) -> None:
-        if of in " ".join(str(each) for each in given if isinstance(each, str | Path)):
-            raise OSError(number, os.strerror(number))
-
-    return before_calls(fail, call)

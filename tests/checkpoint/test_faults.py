@@ -24,9 +24,7 @@ from tests.checkpoint.saving import (
     BOTH,
     SAVE_FILE,
     SHARD,
-    before_calls,
     contents,
-    failing,
     flip,
     fresh,
     load,
@@ -36,6 +34,7 @@ from tests.checkpoint.saving import (
     saver_into,
 )
 from tests.dist import Pool
+from tests.files import before_calls, failing
 from tests.refusals import refusal
 from tests.tiny import mesh_of_ranks, tiny_config, tiny_state
 

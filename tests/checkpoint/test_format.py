@@ -34,13 +34,13 @@ def test_step_folders_are_those_of_steps_the_highest_first(tmp_path: Path) -> No
     assert step_folders(tmp_path / "nowhere") == []
 
 
-def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_anywhere_in_a_manifest_is_found(tmp_path: Path) -> None:
     """Or it changes nothing that is read: a space that became another kind of space."""
     path = make_checkpoint(tmp_path, 5)
     file = path / "manifest.json"
     good, manifest = file.read_bytes(), read_manifest(path)
     errors = []
-    for bit in range(0, 8 * len(good), 7):
+    for bit in range(0, 8 * len(good), 31):
         content = bytearray(good)
         content[bit // 8] ^= 1 << (bit % 8)
         file.write_bytes(content)
@@ -49,7 +49,7 @@ def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
         except ValueError as error:
             errors.append(str(error))
     assert all(str(file) in error for error in errors)
-    assert len(errors) > 0.9 * len(good) * 8 / 7
+    assert len(errors) > 0.9 * len(good) * 8 / 31
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import count
 from multiprocessing.connection import wait as wait_for_any
@@ -25,8 +25,9 @@ from megatron.checkpoint.save import save_checkpoint
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.errors import UsageError
 from megatron.train.state import TrainState
-from tests.checkpoint.saving import SAVE_FILE, before_calls, contents, flip, names, train
+from tests.checkpoint.saving import SAVE_FILE, contents, flip, names, train
 from tests.dist import Pool, on_ranks
+from tests.files import cut_off, failing
 from tests.programs import assert_equal_bits, finished, lines_of, newest, pretrain
 from tests.refusals import refusal
 from tests.test_faults import DROPOUT, PLAIN, SPLIT, at_call, die, flags, flip_in_step_3
@@ -258,11 +259,9 @@ def test_a_copy_that_fails_leaves_the_step_before(tmp_path: Path) -> None:
         kept = begin(tmp_path / "save", state)
         for number in range(2):
             train(state)
-            with pytest.MonkeyPatch.context() as patch:
-                if number and state.mesh.control.rank == 1:
-                    patch.setattr(os, "posix_fallocate", fail_to_write)
-                with suppress(OSError):
-                    kept.save(state.step, state.slices(), facts_of(state), FILES)
+            fails = number and state.mesh.control.rank == 1
+            with suppress(OSError), failing("os.posix_fallocate") if fails else nullcontext():
+                kept.save(state.step, state.slices(), facts_of(state), FILES)
     assert [step.name for step in steps_in(host)] == ["step_00000001"]
 
 
@@ -270,23 +269,6 @@ FILE_CALLS = [
     *(f"pathlib.Path.{name}" for name in ("mkdir", "glob", "rename", "replace", "chmod", "unlink")),
     *("os.fsync", "shutil.rmtree", SAVE_FILE, "megatron.checkpoint.memory.copyfile"),
 ]
-
-
-class Killed(BaseException):
-    pass
-
-
-@contextmanager
-def killed_at(number: int) -> Iterator[None]:
-    """From this call on none happens, as in a process that is gone."""
-    calls = count()
-
-    def die_at(*_: object) -> None:
-        if next(calls) >= number:
-            raise Killed
-
-    with before_calls(die_at, *FILE_CALLS):
-        yield
 
 
 @pytest.mark.parametrize("phase", ["keep", "write"])
@@ -313,17 +295,13 @@ def test_a_kill_at_any_call_leaves_a_step(tmp_path: Path, phase: str) -> None:
         for number in count():
             shutil.rmtree(base)
             shutil.copytree(tmp_path / "template", base)
-            is_killed = False
-            try:
-                with killed_at(number):
-                    keep_step() if phase == "keep" else recover(config, state.mesh)
-            except Killed:
-                is_killed = True
+            with cut_off(number, *FILE_CALLS) as lost:
+                keep_step() if phase == "keep" else recover(config, state.mesh)
             recover(config, state.mesh)
             (found,) = step_folders(base / "save")
             if found.name == former.name:
                 assert phase == "keep"
-                assert is_killed
+                assert lost
                 assert_equal_bits(found, former)
             else:
                 assert found.name == "step_00000003"
@@ -332,7 +310,7 @@ def test_a_kill_at_any_call_leaves_a_step(tmp_path: Path, phase: str) -> None:
                 for one, other in zip(again.slices(), state.slices(), strict=True):
                     assert torch.equal(one.local, other.local)
             assert not list((base / "host").iterdir())
-            if not is_killed:
+            if not lost:
                 break
         assert number > 5
 
@@ -375,9 +353,8 @@ def break_run(hosts: Path, of_its_own: bool, fault: Callable[[], None] | None = 
 # go on; a start that is killed while it writes the memory to disk is not among them.
 STEP, KEEP = "megatron.train.loop:train_step", "megatron.checkpoint.memory:save_checkpoint"
 KILLS = {
-    "one host": (SPLIT, [(KEEP, 2, [1]), ("os:fsync", 4, [0]), (STEP, 4, [0, 1])], [0, 2, 4]),
+    "one host": ([(KEEP, 2, [1]), ("os:fsync", 4, [0]), (STEP, 4, [0, 1])], [0, 2, 4]),
     "two hosts": (
-        "--zero-stage 1",
         # A host that lives needs no copy of its files.
         [(STEP, 4, [0, 1]), ("torch.distributed:isend", 1, [0]), (STEP, 3, [1])],
         [0, 2, 4, 6],
@@ -385,13 +362,21 @@ KILLS = {
 }
 
 
+KILLED = f"{DROPOUT} --zero-stage 1 --log-interval 1"
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing disturbs."""
+    save = tmp_path_factory.mktemp("calm")
+    finished(flags(save, 7, KILLED), world=2, folder=save)
+    return save
+
+
 @pytest.mark.parametrize("name", KILLS)
-def test_kill_9_changes_no_bit(tmp_path: Path, name: str) -> None:
-    layout, kills, expected = KILLS[name]
-    save, calm = tmp_path / "killed", tmp_path / "calm"
-    more = f"{DROPOUT} {layout} --log-interval 1"
-    finished(flags(calm, 7, more), world=2, folder=tmp_path)
-    words = flags(save, 7, f"{more} --memory-checkpoint-interval 2 --save-interval 20")
+def test_kill_9_changes_no_bit(tmp_path: Path, calm: Path, name: str) -> None:
+    (kills, expected), save = KILLS[name], tmp_path / "killed"
+    words = flags(save, 7, f"{KILLED} --memory-checkpoint-interval 2 --save-interval 20")
     before = partial(break_run, tmp_path / "hosts", name == "two hosts")
     for kill in kills:
         fault = partial(before, partial(at_call, *kill, die))

@@ -25,9 +25,7 @@ from tests.checkpoint.saving import (
     BOTH,
     SAVE_FILE,
     SHARD,
-    before_calls,
     contents,
-    failing,
     flip,
     fresh,
     load,
@@ -38,6 +36,7 @@ from tests.checkpoint.saving import (
     train,
 )
 from tests.dist import Pool, on_ranks
+from tests.files import before_calls, failing
 from tests.refusals import refusal
 from tests.tiny import mesh_of_ranks
 

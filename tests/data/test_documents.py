@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import filelock
 import pytest
 
 import megatron.data.documents as module
 from megatron.data import cache
 from megatron.data.documents import Documents, open_documents
 from tests.data.samples import write_data
+from tests.files import failing
 from tests.refusals import refusal
 
 LINES = ['{"text": "one", "n": 1}', "", '{"text": "zwölf\\n"}', '{"text": "drei", "body": "3"}']
@@ -90,23 +90,18 @@ FULL = OSError(errno.ENOSPC, "no space left")
 
 
 @pytest.mark.parametrize(
-    ("owner", "step", "error"),
+    ("call", "error"),
     [
-        (os, "fsync", FULL),
-        (Path, "replace", FULL),
-        (filelock.FileLock, "acquire", PermissionError()),
-        (filelock.FileLock, "acquire", NotImplementedError()),
+        ("os.fsync", FULL),
+        ("pathlib.Path.replace", FULL),
+        ("filelock.FileLock.acquire", PermissionError()),
+        ("filelock.FileLock.acquire", NotImplementedError()),
     ],
 )
-def test_scan_that_cannot_be_kept_or_locked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, step: str, error: Exception
-) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
+def test_scan_that_cannot_be_kept_or_locked(tmp_path: Path, call: str, error: Exception) -> None:
     path = write(tmp_path / "a.jsonl", LINES)
-    monkeypatch.setattr(owner, step, fail)
-    assert texts(open_documents(path)) == ["one", "zwölf\n", "drei"]
+    with failing(call, error):
+        assert texts(open_documents(path)) == ["one", "zwölf\n", "drei"]
     assert error is not FULL or list(tmp_path.iterdir()) == [Path(path)]
 
 

@@ -13,6 +13,7 @@ from megatron.data import images
 from megatron.data.files import DataError
 from megatron.data.images import CHANNELS, open_images
 from megatron.errors import UsageError
+from tests.files import before_calls, cut_off
 from tests.refusals import refusal
 
 SIDE = 32  # of CIFAR's images
@@ -93,21 +94,13 @@ def test_workers_and_chunks_change_no_byte(
 def test_packing_goes_on_after_an_interruption(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, seen = images.read_image, list[Any]()
-
-    def read_some(origin: images.Origin, size: int) -> NDArray[np.uint8]:
-        if len(seen) == 10:
-            raise KeyboardInterrupt
-        seen.append(origin)
-        return read(origin, size)
-
     monkeypatch.setattr(images, "CHUNK", 3 * SIDE**2 * CHANNELS)
-    monkeypatch.setattr(images, "read_image", read_some)
-    with pytest.raises(KeyboardInterrupt):
+    again, read = list[Any](), "megatron.data.images.read_image"
+    with cut_off(10, read) as lost:
         open_images(folder, SIDE, workers=1)
-    again = list[Any]()
-    monkeypatch.setattr(images, "read_image", lambda *words: again.append(words) or read(*words))
-    packed = open_images(folder, SIDE, workers=1)
+    assert lost
+    with before_calls(lambda *call: again.append(call), read):
+        packed = open_images(folder, SIDE, workers=1)
     assert len(again) == packed.num_documents - 9  # three whole chunks stayed
     assert np.array_equal(packed.split("validation").image(0), pixels_of("test", 0, 0))
 

@@ -26,8 +26,8 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.mesh import Axis, serial_mesh
 from megatron.parallel.regions import copy_to, gather_with_gradient, reduce_from
-from tests.checkpoint.saving import before_calls
 from tests.dist import on_ranks
+from tests.files import before_calls
 from tests.refusals import refusal
 from tests.tiny import Watch, mesh_of_ranks
 

@@ -19,8 +19,8 @@ from megatron.config.training import LoggingConfig
 from megatron.train.callbacks import Callback
 from megatron.train.loggers import LONGEST, Logger, TensorBoard, open_loggers
 from megatron.train.metrics import Metrics, read_metrics
-from tests.checkpoint.saving import before_calls, failing
 from tests.config.test_checks import settings
+from tests.files import before_calls, failing
 from tests.refusals import field_of, refusal
 
 

@@ -1,17 +1,16 @@
-"""A step fills its folder once, whole, the same for everybody, and goes on where it was stopped."""
+"""A step fills its folder once, whole, the same for everybody. test_faults.py kills runs, changes
+their input, and shares them out."""
 
 import dataclasses
 import errno
 import itertools
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,15 @@ from typing import Any
 import pytest
 
 from megatron.data.files import sha256
-from megatron.data.json_lines import find_shards
+from tests.files import FOLDER_CALLS, before_calls, cut_off
 from tests.programs import ROOT
 from tests.refusals import field_of, refusal
 from tests.tools.corpus.lines import content, manifest, read_jsonl, stages, wait_until, write_jsonl
 from tests.tools.corpus.steps_of_tests import TOY, Settings, corpus, run, toy
-from tests.tools.corpus.tokenize.test_writer import cut_off
 from tools.corpus import extract, split
 from tools.corpus.engine import StepRun
-from tools.corpus.files import Count, DocumentCounts, cut
+from tools.corpus.files import Count, DocumentCounts
 from tools.corpus.readers import Format
-from tools.corpus.settings import Unfinished
 
 
 def calls(folder: Path) -> list[str]:
@@ -72,43 +69,16 @@ def test_a_step_writes_shards_a_manifest_and_what_it_set_aside(
     assert bad["file"] == str(inputs[0])
 
 
-def interrupt(folder: Path, output: Path, **more: Any) -> int:
-    """A run that stops at the document "fatal"; how many tasks it did."""
+def interrupt(folder: Path, output: Path) -> None:
+    """A run that stops at the document "fatal"."""
     (folder / "raise").touch()
-    error = refusal(partial(run, toy(folder, output, **more)))
-    assert re.search(rf"{folder}/\d\.jsonl, byte \d+: a fatal document", str(error))
+    refusal(partial(run, toy(folder, output)))
     (folder / "raise").unlink()
-    return len(calls(folder)) - 1  # the last was in vain
-
-
-def test_a_run_that_was_stopped_goes_on_and_repeats_nothing(tmp_path: Path) -> None:
-    folder = corpus(tmp_path / "in", fatal=1)
-    run(toy(folder, tmp_path / "expected"))
-    every = calls(folder)
-    for workers in (1, 2):
-        output = tmp_path / f"out{workers}"
-        did = interrupt(folder, output)
-        assert 0 < did < len(every)
-        assert field_of(refusal(lambda output=output: find_shards([output]))) == "--input"
-        run(toy(folder, output, workers=workers))
-        assert len(calls(folder)) == len(every) - did
-        assert content(output) == content(tmp_path / "expected")
 
 
 def write_other(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"document 7", b"DOCUMENT 7"))
     os.utime(path, (1, 1))
-
-
-def test_a_changed_file_redoes_its_units_and_all_that_follows(tmp_path: Path) -> None:
-    folder = corpus(tmp_path / "in", fatal=2)
-    interrupt(folder, tmp_path / "out")
-    write_other(folder / "1.jsonl")
-    run(toy(folder, tmp_path / "out"))
-    units = cut(sorted(folder.glob("*.jsonl")), 500)
-    mine = [unit.name for unit in units if unit.file == str(folder / "1.jsonl")]
-    assert calls(folder) == [*(f"count {name}" for name in mine),
-                             *(f"number {unit.name}" for unit in units)]  # fmt: skip
 
 
 # Functions that fill the folder, or change input, output or settings afterwards.
@@ -235,15 +205,15 @@ def test_nothing_outside_of_the_folder_is_removed(tmp_path: Path) -> None:
 
 
 def test_an_overwriting_run_that_is_cut_off_anywhere_goes_on(tmp_path: Path) -> None:
-    folder = corpus(tmp_path / "in", files=1)
-    run(toy(folder, tmp_path / "fresh", mark="?"))
+    folder, unit = corpus(tmp_path / "in", files=1), {"unit": "1KB"}
+    run(toy(folder, tmp_path / "before", **unit))
+    run(toy(folder, tmp_path / "fresh", **unit, mark="?"))
     for steps in itertools.count():
-        output = tmp_path / str(steps)
-        run(toy(folder, output))
-        again = toy(folder, output, mark="?", overwrite=True)
-        with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
-            cut_off(patch, steps)
+        output = shutil.copytree(tmp_path / "before", tmp_path / str(steps))
+        again = toy(folder, output, **unit, mark="?", overwrite=True)
+        with cut_off(steps, *FOLDER_CALLS) as lost:
             run(again)
+        if not lost:
             break
         run(again)
         assert content(output) == content(tmp_path / "fresh")
@@ -337,37 +307,13 @@ def test_a_second_run_in_the_same_folder_is_refused(
     assert content(output) == expected
 
 
-def test_a_folder_that_another_share_makes_first_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output, make = tmp_path / "out", Path.mkdir
-
-    def later(path: Path, *words: object, **options: bool) -> None:
-        if path == output and not output.exists():
-            make(output)
-        make(path, *words, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Path, "mkdir", later)
-    with StepRun("toy", toy(corpus(tmp_path / "in"), output, shard="1/2")) as step:
+def test_a_folder_that_another_share_makes_first_is_taken(tmp_path: Path) -> None:
+    settings, make = toy(corpus(tmp_path / "in"), tmp_path / "out", shard="1/2"), Path.mkdir
+    with (
+        before_calls(lambda _, given: make(given[0], exist_ok=True), "pathlib.Path.mkdir"),
+        StepRun("toy", settings) as step,
+    ):
         assert not step.done
-
-
-def test_shares_do_every_task_once_and_a_last_run_writes_the_same(
-    tmp_path: Path, expected: dict[str, bytes]
-) -> None:
-    """Whatever their order, as test_faults.py has it of every step."""
-    for number, order in enumerate((["0/2", "1/2"] * 2, ["0/50"], ["0/2", "1/3"])):
-        output = tmp_path / f"out{number}"
-        for share in order:
-            with pytest.raises(Unfinished):
-                run(toy(tmp_path / "in", output, shard=share))
-        assert not (output / "manifest.json").exists()
-        done = calls(tmp_path / "in")
-        run(toy(tmp_path / "in", output))
-        rest = calls(tmp_path / "in")
-        assert len({*done, *rest}) == len(done + rest)
-        assert (rest == []) == (number == 0)
-        assert content(output) == expected
 
 
 def test_checksums_of_a_step_are_taken_unless_a_file_was_changed(

@@ -47,7 +47,7 @@ def cluster() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("where", "fault", "kind"),
     [
-        ("pool", "none", None), ("pool", "kill-once", None), ("pool", "raise", ValueError),
+        ("pool", "kill-once", None), ("pool", "raise", ValueError),
         ("pool", "kill-always", RuntimeError), ("dask", "kill-always", RuntimeError),
     ],
 )  # fmt: skip

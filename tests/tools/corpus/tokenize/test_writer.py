@@ -3,7 +3,6 @@
 import itertools
 import os
 import struct
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from megatron.data.indexed import IndexedDataset, token_dtype
 from tests.data import samples
+from tests.files import FOLDER_CALLS, cut_off
 from tests.refusals import refusal
 from tools.corpus.tokenize.writer import IndexedDatasetWriter, move_data_set, verify
 
@@ -147,39 +147,21 @@ def test_verify_reads_every_shard_and_without_sidecar_every_id(tmp_path: Path) -
     assert "id -3" in str(refusal(lambda: verify(str(other))))
 
 
-def cut_off(patch: pytest.MonkeyPatch, after: int) -> None:
-    """An interrupt comes after so many changes of the folder."""
-    calls = itertools.count(1)
-
-    def counted(real: Callable[..., object]) -> Callable[..., object]:
-        def step(*arguments: object, **more: object) -> object:
-            if next(calls) > after:
-                raise KeyboardInterrupt
-            return real(*arguments, **more)
-
-        return step
-
-    for name in ("replace", "unlink", "mkdir"):
-        patch.setattr(Path, name, counted(getattr(Path, name)))
-
-
 @pytest.mark.parametrize(
     ("before", "after"), [(SHARDS, SHARDS[2:]), (SHARDS[:1], SHARDS[:2]), (SHARDS, SHARDS[:2])]
 )
 def test_a_move_can_be_cut_off_anywhere(tmp_path: Path, before: Shards, after: Shards) -> None:
     """Until it is done no data set is there, or the old one; the same call finishes it. One shard
     alone has the name of the data set."""
-    other, finished = {"vocab.json": b"another"}, False
+    other = {"vocab.json": b"another"}
     for steps in itertools.count():
         folder = tmp_path / str(steps)
         folder.mkdir()
         prefix = samples.write_shards(folder / "p", before, TOKENIZER)
         staged, description = samples.stage_shards(folder, after)
-        with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
-            cut_off(patch, steps)
+        with cut_off(steps, *FOLDER_CALLS) as lost:
             move_data_set(staged, prefix, description, other)
-            finished = True
-        if not finished:
+        if lost:
             try:
                 assert IndexedDataset(prefix).num_documents == sum(map(len, before))
                 assert tokenizer_of(prefix) == TOKENIZER
@@ -190,9 +172,9 @@ def test_a_move_can_be_cut_off_anywhere(tmp_path: Path, before: Shards, after: S
         assert not list(folder.glob("*.partial"))
         assert verify(prefix).documents == sum(map(len, after))
         assert len(names(folder)) == (2 * len(after) + 1 if len(after) > 1 else 3)
-        if finished:
-            assert steps >= 7
-            return
+        if not lost:
+            break
+    assert steps >= 7
 
 
 def test_a_damaged_tokenizer_of_an_equal_data_set_is_replaced(tmp_path: Path) -> None:
