@@ -18,9 +18,9 @@ SAVE_FILE = "megatron.checkpoint.save.save_file"  # of safetensors, which opens 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])
 
 
-def fresh(tensor_size: int = 1, **changes: Any) -> TrainState:
-    mesh = mesh_of_ranks(tensor_size)
-    return tiny_state(mesh, tiny_config(**changes), dtype=torch.bfloat16)
+def fresh(tensor_size: int = 1, zero_stage: int = 0, **changes: Any) -> TrainState:
+    mesh, config = mesh_of_ranks(tensor_size), tiny_config(**changes)
+    return tiny_state(mesh, config, dtype=torch.bfloat16, zero_stage=zero_stage)
 
 
 def saver_into(

@@ -12,14 +12,11 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from megatron.checkpoint.format import seal, step_folders
 from megatron.checkpoint.load import newest_whole, verify
-from megatron.train.state import TrainState
 from tests.checkpoint.saving import (
     BOTH,
     SAVE_FILE,
@@ -36,7 +33,7 @@ from tests.checkpoint.saving import (
 from tests.dist import Pool
 from tests.files import before_calls, failing
 from tests.refusals import refusal
-from tests.tiny import mesh_of_ranks, tiny_config, tiny_state
+from tests.tiny import mesh_of_ranks
 
 # Every call that a save makes on the file system, and of which file.
 CALLS = {
@@ -210,14 +207,10 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
 }
 
 
-def plain(**changes: Any) -> TrainState:
-    return tiny_state(mesh_of_ranks(1), tiny_config(**changes), dtype=torch.float32)
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with two checkpoints of `plain`."""
-    directory, state = tmp_path_factory.mktemp("saved"), plain()
+    """A directory with two checkpoints of `fresh`."""
+    directory, state = tmp_path_factory.mktemp("saved"), fresh()
     save_steps(saver_into(directory, state, attached={"vocab.json": b"{}"}), state, [1, 2])
     return directory
 
@@ -259,4 +252,4 @@ def test_another_model_is_refused(saved: Path) -> None:
         ({"hidden_size": 64}, ("[101, 32]", "[101, 64]", "word_embedding.weight")),
         ({"num_layers": 3}, ("model.transformer.layers.2",)),
     ):
-        refusal(lambda changes=changes: load(plain(**changes), path), *named)
+        refusal(lambda changes=changes: load(fresh(**changes), path), *named)

@@ -222,23 +222,6 @@ def test_everything_is_on_disk_before_it_has_its_name(tmp_path: Path) -> None:
     assert folder in calls[latest:]
 
 
-def test_resume_after_skipped_steps(tmp_path: Path) -> None:
-    """Adam's bias correction counts updates, of which a skipped step is none."""
-    state = fresh()
-    train(state, 2)
-    state.step, state.skipped = state.step + 3, 3
-    with saver_into(tmp_path, state) as saver:
-        save(saver, state)
-    resumed = fresh()
-    load(resumed, tmp_path / "step_00000005")
-    assert resumed.updates == 2
-    train(state)
-    train(resumed)
-    found = {each.key: each.local for each in resumed.slices()}
-    for each in state.slices():
-        assert torch.equal(found[each.key], each.local), each.key
-
-
 HOLD = """
 import sys, threading
 from megatron.checkpoint.retention import claim

@@ -16,6 +16,7 @@ import pytest
 from megatron.errors import UsageError
 from tests.programs import ROOT
 from tests.refusals import refused
+from tests.test_faults import at_call, fail
 from tests.tools.chaos.ranks import calm, chaos
 from tools.chaos import __main__ as program
 from tools.chaos.schedule import read_schedule
@@ -191,38 +192,20 @@ def test_a_doubled_update_is_seen(one: Path, tmp_path: Path, beside: int, status
     assert bool(report["weights"]["differ"]) == bool(status)
 
 
-def fail_in_second_step() -> None:
-    from megatron.train import loop
-
-    original = loop.train_step
-
-    def failing(state: Any, *arguments: Any, **more: Any) -> Any:
-        if state.step == 1:
-            raise ArithmeticError("the cause")
-        return original(state, *arguments, **more)
-
-    loop.train_step = failing
-
-
+TRAIN_STEP = "megatron.train.loop:train_step"
 NONE = f"count = 1\nevery_steps = 100\n{KILL}"  # it does not come
 
 
 def test_an_end_without_a_fault_is_a_failure(one: Path, tmp_path: Path) -> None:
-    options: Any = {"before": fail_in_second_step, "undisturbed": one}
-    report = chaos(NONE, ONE, tmp_path, world=1, **options)
+    before = partial(at_call, TRAIN_STEP, 2, [0], fail)
+    report = chaos(NONE, ONE, tmp_path, world=1, before=before, undisturbed=one)
     assert report["status"] == 1
     assert "ArithmeticError" in report["failure"]
 
 
-def wait_for_ever() -> None:
-    from megatron.train import loop
-
-    loop.train_step = lambda *arguments, **more: signal.pause()
-
-
 def test_a_hang_ends(one: Path, tmp_path: Path) -> None:
-    options: Any = {"before": wait_for_ever, "undisturbed": one, "patience": 1.0}
-    report = chaos(NONE, ONE, tmp_path, world=1, **options)
+    before = partial(at_call, TRAIN_STEP, 1, [0], signal.pause)
+    report = chaos(NONE, ONE, tmp_path, world=1, before=before, undisturbed=one, patience=1.0)
     assert report["status"] == 1
     assert "hangs" in report["failure"]
 

@@ -89,37 +89,31 @@ def test_files_that_are_documents_are_taken_whole(tmp_path: Path) -> None:
 
 
 def test_an_estimate_comes_near_what_the_run_takes(tmp_path: Path) -> None:
-    file = description(tmp_path, '[clean]\nmin_tokens = 60\nlanguage = "any"\n[split]\n', 8000)
+    """Of lines, and of an archive, which is judged by its beginning."""
+    dice, packed = random.Random(1), tmp_path / "web.tar.xz"
+    with tarfile.open(packed, "w:xz", preset=0) as archive:
+        for k in range(400):
+            file = tmp_path / "one.txt"
+            file.write_text(" ".join(f"{dice.getrandbits(40):x}" for _ in range(80)))
+            archive.add(file, f"{k}.txt")
+    web = f'[extract.web]\ninput = ["{packed}"]\nformat = "openwebtext"\nsource = "web"\n'
+    steps = '[clean]\nmin_tokens = 60\nlanguage = "any"\n[split]\n'
+    file = description(tmp_path, web + steps, 8000)
     plan.run(plan.Settings(config=file, sample="300KB"))
     for job in read_description(file).jobs({}):
         job.run()
         truth, estimate = manifest(job.output), kept(tmp_path)[job.name]
-        assert estimate["documents_in"] == pytest.approx(truth["input"]["documents"], rel=0.1)
-        assert estimate["documents_out"] == pytest.approx(truth["output"]["documents"], rel=0.1)
-        assert estimate["text_out"] == pytest.approx(truth["output"]["bytes"], rel=0.1)
+        near = partial(pytest.approx, rel=0.4 if job.step == "extract" else 0.1)
+        assert estimate["documents_in"] == near(truth["input"]["documents"])
+        assert estimate["documents_out"] == near(truth["output"]["documents"])
+        assert estimate["text_out"] == near(truth["output"]["bytes"])
         written = sum(path.stat().st_size for path in job.output.rglob("*.jsonl"))
-        assert estimate["disk"] == pytest.approx(written, rel=0.15)
+        assert estimate["disk"] == near(written)
         assert estimate["memory"] > 10e6
         assert estimate["removal"] is None
     assert kept(tmp_path)["split"]["temporary"] > 0.9 * kept(tmp_path)["split"]["text_out"]
     split, clean = kept(tmp_path)["split"], kept(tmp_path)["clean"]
     assert split["memory"] > clean["text_out"]  # it holds what it sorts
-
-
-def test_archives_are_planned_from_their_beginning(tmp_path: Path) -> None:
-    dice = random.Random(1)
-    with tarfile.open(tmp_path / "web.tar.xz", "w:xz", preset=0) as archive:
-        for k in range(1500):
-            file = tmp_path / "one.txt"
-            file.write_text(" ".join(f"{dice.getrandbits(40):x}" for _ in range(40)))
-            archive.add(file, f"{k}.txt")
-    source = f'input = ["{tmp_path / "web.tar.xz"}"]\nformat = "openwebtext"\nsource = "web"\n'
-    file = tmp_path / "corpus.toml"
-    file.write_text(f'output = "{tmp_path / "out"}"\n[extract.web]\n{source}[split]\n')
-    plan.run(plan.Settings(config=file, sample="100KB", workers=1))
-    estimate = kept(tmp_path)
-    assert estimate["extract.web"]["documents_out"] == pytest.approx(1500, rel=0.4)
-    assert estimate["split"]["documents_in"] == estimate["extract.web"]["documents_out"]
 
 
 @pytest.fixture(scope="module")
