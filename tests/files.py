@@ -1,4 +1,4 @@
-"""What goes wrong on the file system, for tests of all that saves."""
+"""File systems that fail, for tests of all that saves."""
 
 import errno
 import os

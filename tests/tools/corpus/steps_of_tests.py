@@ -1,8 +1,7 @@
 """A toy step of two stages, which numbers its documents.
 
 Files beside its input cause faults: kill-once, kill-always, raise and wait at the document "fatal".
-The file `calls` gets the stage and the unit of each call; `waiting`, the id of the process that
-waits.
+The file `waiting` gets the id of the process that waits.
 """
 
 import contextlib
@@ -10,12 +9,14 @@ import itertools
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.data.files import atomic_writer
 from tests.dist import PATIENCE
+from tests.files import before_calls
 from tests.tools.corpus.lines import write_jsonl
 from tools.corpus.engine import StepRun, Task, keep_rejected, sum_counts
 from tools.corpus.files import DocumentCounts, Unit, dump_record, read_documents, write_shard
@@ -53,12 +54,10 @@ def run(settings: Settings) -> None:
 
 
 def count(unit: Unit) -> int:
-    note("count", unit)
     return sum(1 for _ in read_documents(unit, DocumentCounts()))
 
 
 def number(unit: Unit, settings: Settings, start: int) -> dict[str, object]:
-    note("number", unit)
     accounting = DocumentCounts()
     with write_shard(settings.output, f"part-{unit.name}", settings.compress) as shard:
         for k, document in enumerate(read_documents(unit, accounting), start):
@@ -69,13 +68,6 @@ def number(unit: Unit, settings: Settings, start: int) -> dict[str, object]:
             shard.write(dump_record(record))
     keep_rejected(settings, unit, accounting)
     return {"accounting": accounting.to_json(), "shard": shard.facts}
-
-
-def note(stage: str, unit: Unit) -> None:
-    calls = Path(unit.file).with_name("calls")
-    if calls.exists():
-        with calls.open("a") as file:
-            file.write(f"{stage} {unit.name}\n")
 
 
 def fail(unit: Unit, offset: int) -> None:
@@ -107,13 +99,20 @@ def corpus(folder: Path, files: int = 3, fatal: int | None = None) -> Path:
         write_jsonl(folder / f"{k}.jsonl", records)
     with (folder / "0.jsonl").open("a") as file:
         file.write("no document\n")
-    (folder / "calls").touch()
     return folder
 
 
 def toy(folder: Path, output: Path, **more: Any) -> Settings:
     files = tuple(sorted(folder.glob("*.jsonl")))
     return Settings(input=files, output=output, **{"workers": 1, "unit": "500B", **more})
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Path]]:
+    """The markers of the tasks that steps do here meanwhile."""
+    markers: list[Path] = []
+    with before_calls(lambda _, given: markers.append(given[0]), "tools.corpus.engine.execute"):
+        yield markers
 
 
 if __name__ == "__main__":

@@ -22,18 +22,11 @@ from tests.files import FOLDER_CALLS, before_calls, cut_off
 from tests.programs import ROOT
 from tests.refusals import field_of, refusal
 from tests.tools.corpus.lines import content, manifest, read_jsonl, stages, wait_until, write_jsonl
-from tests.tools.corpus.steps_of_tests import TOY, Settings, corpus, run, toy
+from tests.tools.corpus.steps_of_tests import TOY, Settings, corpus, recorded, run, toy
 from tools.corpus import extract, split
 from tools.corpus.engine import StepRun
 from tools.corpus.files import Count, DocumentCounts
 from tools.corpus.readers import Format
-
-
-def calls(folder: Path) -> list[str]:
-    """The calls since this was asked last."""
-    done = (folder / "calls").read_text().splitlines()
-    (folder / "calls").write_text("")
-    return done
 
 
 def refused_field(settings: Settings) -> str:
@@ -44,7 +37,6 @@ def refused_field(settings: Settings) -> str:
 def expected(tmp_path: Path) -> dict[str, bytes]:
     """The files that an undisturbed run on tmp_path/in writes."""
     run(toy(corpus(tmp_path / "in"), tmp_path / "expected"))
-    calls(tmp_path / "in")
     return content(tmp_path / "expected")
 
 
@@ -170,7 +162,6 @@ def test_a_folder_is_kept_refused_or_made_anew(
         (output / fill).write_text("{}")
     else:
         FILL[fill](folder, output)
-    calls(folder)
     filled = content(output)
     settings = EVERY[change](folder, output)
     settings = settings if isinstance(settings, dict) else {}
@@ -178,11 +169,12 @@ def test_a_folder_is_kept_refused_or_made_anew(
     for name in MINE:
         (output / name).parent.mkdir(exist_ok=True)
         (output / name).write_text("mine")
-    if outcome == "refused":
-        assert refused_field(toy(folder, output, **settings, **flags)) == "--output"
-    else:
-        run(toy(folder, output, **settings, **flags))
-    assert (calls(folder) == []) == (outcome != "anew")
+    with recorded() as tasks:
+        if outcome == "refused":
+            assert refused_field(toy(folder, output, **settings, **flags)) == "--output"
+        else:
+            run(toy(folder, output, **settings, **flags))
+    assert bool(tasks) == (outcome == "anew")
     if outcome == "anew":
         run(toy(folder, tmp_path / "fresh", **settings))
         filled = content(tmp_path / "fresh")
@@ -224,11 +216,11 @@ def test_the_same_content_is_the_same_input_and_setting_wherever_it_lies(
     tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(tmp_path / "in", tmp_path / "copy")
-    (tmp_path / "copy" / "calls").unlink()
-    run(toy(tmp_path / "copy", tmp_path / "expected"))
     monkeypatch.chdir(tmp_path)
-    run(toy(Path("in"), Path("expected")))
-    assert calls(tmp_path / "in") == []
+    with recorded() as tasks:
+        run(toy(tmp_path / "copy", tmp_path / "expected"))
+        run(toy(Path("in"), Path("expected")))
+    assert not tasks
     assert content(tmp_path / "expected") == expected
     settings = toy(Path("in"), Path("out"), **write_words(tmp_path / "in"))
     run(settings)

@@ -20,6 +20,7 @@ from tests.data.samples import write_tokenizer
 from tests.files import before_calls
 from tests.programs import start_ranks
 from tests.tools.corpus.lines import content, duplicates, manifest, read_jsonl, stages, write_jsonl
+from tests.tools.corpus.steps_of_tests import recorded
 from tools.corpus.__main__ import main
 from tools.corpus.files import cut
 
@@ -129,8 +130,7 @@ def done(output: Path) -> list[Path]:
 
 def run_tasks(step: Step, inputs: list[Path], output: Path, *flags: str) -> list[Path]:
     """The markers of the tasks that a run does."""
-    markers: list[Path] = []
-    with before_calls(lambda _, given: markers.append(given[0]), "tools.corpus.engine.execute"):
+    with recorded() as markers:
         step.run(inputs, output, *flags)
     return markers
 

@@ -89,7 +89,7 @@ def test_files_that_are_documents_are_taken_whole(tmp_path: Path) -> None:
 
 
 def test_an_estimate_comes_near_what_the_run_takes(tmp_path: Path) -> None:
-    """Of lines, and of an archive, which is judged by its beginning."""
+    """Lines are drawn from all over, and an archive is judged by its beginning."""
     dice, packed = random.Random(1), tmp_path / "web.tar.xz"
     with tarfile.open(packed, "w:xz", preset=0) as archive:
         for k in range(400):
