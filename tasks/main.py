@@ -132,9 +132,11 @@ def run_finetuned(
         job = make_job(name, module, settings, command, world_size(environ))
 
     from megatron.train.launch import launch
+    from megatron.train.watch import one_message
     from tasks.finetune import evaluate_models, fine_tune
 
-    with launch(settings.parallel, environ, deterministic=settings.deterministic) as mesh:
+    is_exact = settings.deterministic
+    with one_message(environ), launch(settings.parallel, environ, deterministic=is_exact) as mesh:
         act = fine_tune if settings.train_data else evaluate_models
         record, here = act(job, mesh, environ)
         if mesh.is_first:

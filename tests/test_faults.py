@@ -212,12 +212,28 @@ def test_damage_is_passed_over_by_name_and_nothing_is_deleted(
     assert (save / "step_00000002.abandoned" / "manifest.json").exists()
 
 
+def assert_one_error(text: str) -> None:
+    assert "Traceback" not in text, text
+    assert len(re.findall(r"(?m)^error: ", text)) == 1, text
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_that_diverges_says_so_in_one_line(folder: Path, tmp_path: Path, world: int) -> None:
+    more = f"{PLAIN} --lr 1e30 --tensor-model-parallel-size {world}"
+    with pretrain(flags(tmp_path, 9, more), world=world, folder=folder) as run:
+        assert run.wait() == [1] * world, run.text()
+        assert_one_error(run.text())
+    *_, last = lines_of(tmp_path, "step")
+    assert (last["ended"], last["exit_code"]) == ("NonFiniteError", 1)
+
+
 def test_a_full_disk_ends_all_ranks(folder: Path, small_disk: Path, tmp_path: Path) -> None:
     more = f"{PLAIN} {SPLIT} --save-interval 2 --async-save --hidden-size 40"
     record = f" --metrics-file {tmp_path / 'metrics.jsonl'}"
     with pretrain(flags(small_disk, 8, more) + record, world=2, folder=folder) as run:
         assert run.wait() == [1, 1], run.text()
         assert re.search(r"rank data 0, tensor \d: .*shard_0000\d", run.text()), run.text()
+        assert_one_error(run.text())
     kept = sorted(each.name for each in small_disk.iterdir())
     assert kept == ["latest", newest(small_disk).name]
     assert (small_disk / "latest").read_text().strip() == kept[1]

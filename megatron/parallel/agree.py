@@ -12,6 +12,14 @@ from megatron.parallel.mesh import Mesh
 T = TypeVar("T")
 
 
+class AgreedError(Exception):
+    """Raised on every rank with the same message, which is all that a user needs."""
+
+
+class AgreedOSError(AgreedError, OSError):
+    """An OSError of a rank."""
+
+
 def agree(mesh: Mesh, action: Callable[[], T], what: str = "saving") -> list[T]:
     """Run `action` and return its results on all ranks. If it fails on any, every rank raises an
     OSError that names the first failing rank and says that `what` failed."""
@@ -19,12 +27,14 @@ def agree(mesh: Mesh, action: Callable[[], T], what: str = "saving") -> list[T]:
     try:
         value = action()
     except Exception as error:
-        kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-        failure, cause = f"on rank {mesh.describe_rank()}: {kind}{error}", error
+        is_bug = not isinstance(error, OSError)
+        text = f"{type(error).__name__}: {error}" if is_bug else str(error)
+        failure, cause = (is_bug, f"on rank {mesh.describe_rank()}: {text}"), error
     outcomes: list[Any] = mesh.control.gather((value, failure))
-    if failures := [text for _, text in outcomes if text is not None]:
+    if failures := [each for _, each in outcomes if each is not None]:
         more = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
-        raise OSError(f"{what} failed {failures[0]}{more}") from cause
+        is_bug, text = failures[0]  # whose traceback is needed
+        raise (OSError if is_bug else AgreedOSError)(f"{what} failed {text}{more}") from cause
     return [outcome for outcome, _ in outcomes]
 
 

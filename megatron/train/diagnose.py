@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.data.batch import Batch, micro_batch_numbers
+from megatron.parallel.agree import AgreedError
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.zero3 import tensors_of
 from megatron.train.state import TrainState
@@ -46,7 +47,7 @@ class Finding:
     coordinates: str  # of the rank, as text
 
 
-class NonFiniteError(FloatingPointError):
+class NonFiniteError(AgreedError, FloatingPointError):
     """Ends a run whose loss or gradient is not finite; the message says where it began.
 
     what: "loss" or "gradient". found: see `find_first`.

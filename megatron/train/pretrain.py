@@ -23,8 +23,7 @@ from megatron.config.launch import world_size
 from megatron.config.parse import parse, user_errors
 from megatron.config.parts import PARTS
 from megatron.config.pretrain import PretrainConfig, epochs_of
-from megatron.data.files import DataError
-from megatron.errors import OutOfMemoryError, UsageError
+from megatron.errors import UsageError
 from megatron.models.registry import find_kind, take_kind
 from megatron.parallel.schedules import PipelinePlan
 from megatron.train.callbacks import Callback
@@ -55,13 +54,7 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
     the run (without --save nothing is kept).
     """
 
-    def report_data(_: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, DataError | OutOfMemoryError):  # of one process; see `launch`
-            with user_errors(environ, kinds=(DataError, OutOfMemoryError)):
-                raise error
-
     with ExitStack() as stack:
-        stack.push(report_data)
         signals = stack.enter_context(StopSignals())
         with user_errors(environ):
             world = world_size(environ)
@@ -85,9 +78,10 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
         from megatron.train.launch import launch
         from megatron.train.loop import train
         from megatron.train.machine import memory_errors
-        from megatron.train.watch import without_limit
+        from megatron.train.watch import one_message, without_limit
 
         gc.enable()
+        stack.enter_context(one_message(environ))
         with user_errors(environ):
             is_exact = config.training.deterministic
             mesh = stack.enter_context(launch(config.parallel, environ, deterministic=is_exact))

@@ -4,10 +4,10 @@ A thread of each rank writes a report (step, phase, the collective it waits in) 
 store in which the ranks met. It never uses the process groups. It ends its process as soon as the
 store holds a *verdict*, which one rank writes:
 
-    a rank raised     It prints its traceback, or for a DataError or OutOfMemoryError only the
-                      message (and the status is 2). An error that another rank's death may have
-                      caused waits 5 s for a better cause; then ranks whose reports have stopped are
-                      named. One whose process on this host is gone is named at once.
+    a rank raised     It prints its traceback, or only the message of an error that `status_of`
+                      knows. An error that another rank's death may have caused waits 5 s for a
+                      better cause; then ranks whose reports have stopped are named. One whose
+                      process on this host is gone is named at once.
     a rank died       The process of the next rank on this host is gone, and no error shows it, for
                       example while process groups are made.
     a rank left       This rank waits in a collective for one that has left.
@@ -37,8 +37,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.launch import RankInfo, write_error_file
+from megatron.config.parse import user_errors
 from megatron.data.files import DataError
 from megatron.errors import OutOfMemoryError
+from megatron.parallel.agree import AgreedError
 from megatron.parallel.mesh import CALLS, Mesh
 
 BEAT = 1.0  # seconds between two reports
@@ -154,6 +156,26 @@ class Verdict:
     dumps: bool = False
 
 
+def status_of(error: BaseException) -> int | None:
+    """The exit status of an error whose message is all that a user needs; None for any other."""
+    if isinstance(error, DataError | OutOfMemoryError):
+        return 2
+    return 1 if isinstance(error, AgreedError) else None
+
+
+@contextmanager
+def one_message(environ: Mapping[str, str]) -> Iterator[None]:
+    """Ends a program of one process, which is not watched, as `Watch` ends several."""
+    try:
+        yield
+    except Exception as error:
+        if (status := status_of(error)) is None:
+            raise
+        with suppress(SystemExit), user_errors(environ, kinds=(type(error),)):
+            raise
+        raise SystemExit(status) from error
+
+
 class Watch:
     """Watches a rank from its meeting with the others to its end.
 
@@ -227,8 +249,9 @@ class Watch:
                 if not self._decide(Verdict(f"{self._who}: {error}", printer=-1, status=2)):
                     self.follow()
                 self._wait_to_exit(self._size)
-            elif isinstance(error, DataError | OutOfMemoryError):
-                self._end(Verdict(f"error: {error}", self._rank, status=2))
+            elif (known := status_of(error)) is not None:
+                notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+                self._end(Verdict(f"error: {error}{notes}", self._rank, status=known))
             else:
                 traceback_text = "".join(traceback.format_exception(error)).rstrip()
                 if isinstance(error, RuntimeError):  # e.g. a broken connection: who is the cause?

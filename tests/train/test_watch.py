@@ -50,6 +50,12 @@ if (rank, step) != (3, 3): all_reduce(torch.ones(3), mesh.data)
 if last: mesh.control.gather(1)
 """
 RAISE = "raise ZeroDivisionError('no loss')"
+AGREED = """
+from megatron.parallel.agree import AgreedError
+error = AgreedError("no loss")
+error.add_note("a note")
+if last: raise error
+"""
 KILL = "if last and rank == {0}: os.kill(os.getpid(), 9)\n"
 STOP = "if last and rank == {0}: os.kill(os.getpid(), signal.SIGSTOP)\n"
 
@@ -101,6 +107,9 @@ FAULTS = {
     ),
     "all ranks raise": Case(
         f"if last: {RAISE}", (r"^rank \d of 4 \(data \d, tensor \d\) .*\nTraceback",), **FOUR
+    ),
+    "all ranks raise an error whose message is enough": Case(
+        AGREED, (r"^error: no loss \(a note\)\n$",)
     ),
     "an error of torch, of the kind that a broken connection raises": Case(
         f"if last and rank == 1: torch.ones(2) @ torch.ones(3)\n{STEP}",
