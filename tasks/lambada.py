@@ -162,12 +162,12 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
     return Lambada(passages, form, positions, tokenizer)
 
 
-def read_passages(file: Path) -> tuple[str, list[tuple[Place, str]]]:
+def read_passages(file: Path, flag: str = "--valid-data") -> tuple[str, list[tuple[Place, str]]]:
     """(format of the file, [(location, text) of each passage]). Raises ValueError, naming the line,
     for other formats."""
-    text = read_text("--valid-data", file, CURE)
+    text = read_text(flag, file, CURE)
     numbered = enumerate(text.removesuffix("\n").split("\n"), 1)
-    whole = Place(f"--valid-data {file}", CURE)
+    whole = Place(f"{flag} {file}", CURE)
     lines = [(whole.at(f"line {number}"), line) for number, line in numbered]
     if text.lstrip().startswith(("{", "[{")):
         texts = []

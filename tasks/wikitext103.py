@@ -176,12 +176,12 @@ def choose_window(settings: Settings, manifest: dict[str, Any]) -> tuple[int, in
     return length, stride
 
 
-def read_articles(file: Path) -> str:
+def read_articles(file: Path, flag: str = "--valid-data") -> str:
     """The file's text. Raises ValueError or OSError for a file without article titles."""
-    text = read_text("--valid-data", file, CURE)
+    text = read_text(flag, file, CURE)
     if not any(map(TITLE.fullmatch, text.split("\n"))):
         raise ValueError(
-            f"--valid-data {file} has no line that is a title, such as ' = Title = '; {CURE}"
+            f"{flag} {file} has no line that is a title, such as ' = Title = '; {CURE}"
         )
     return text
 

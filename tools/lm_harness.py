@@ -62,14 +62,10 @@ DEFINITIONS = {
 }
 
 
-def read_pages(file: Path) -> list[str]:
-    """WikiText: the raw file, cut before the title of every article."""
-    return cut_articles(read_articles(file))
-
-
-READERS: Mapping[str, Callable[[Path], list[str]]] = {
-    "lambada_openai": lambda file: [text for _, text in read_passages(file)[1]],
-    "wikitext": read_pages,
+# Called with the file and its flag. WikiText is cut before the title of every article.
+READERS: Mapping[str, Callable[..., list[str]]] = {
+    "lambada_openai": lambda *given: [text for _, text in read_passages(*given)[1]],
+    "wikitext": lambda *given: cut_articles(read_articles(*given)),
 }
 
 
@@ -138,13 +134,9 @@ def find_harness() -> Path:
 
 
 def write_local(folder: Path, harness: Path, files: Mapping[str, Path]) -> None:
-    """Write definitions for tasks that read local files; errors name this program's flags."""
+    """Write definitions for tasks that read local files."""
     for task, file in files.items():
-        try:
-            texts = READERS[task](file)
-        except (ValueError, OSError) as error:
-            raise ValueError(str(error).replace("--valid-data", flag(LOCAL[task]))) from error
-        write_definition(folder, harness, task, texts)
+        write_definition(folder, harness, task, READERS[task](file, flag(LOCAL[task])))
 
 
 def write_definition(folder: Path, harness: Path, task: str, texts: Sequence[str]) -> None:

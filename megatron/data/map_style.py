@@ -209,7 +209,7 @@ def open_map_style(
                 str(source.resolve()), name=config, cache_dir=cache
             )
         except datasets.data_files.EmptyDatasetError as error:
-            raise ValueError(
+            raise DataError(
                 f"{name} is neither a folder of datasets' save_to_disk nor one of *.parquet; a "
                 "file named *.jsonl or *.parquet works"
             ) from error
@@ -355,6 +355,8 @@ def one_line_errors(flag: str, config: str | None) -> Iterator[None]:
     """Turns errors of `datasets`, while it finds or copies data, into ValueError of the flag."""
     try:
         yield
+    except DataError:  # names the flag
+        raise
     except ConnectionError as error:
         raise ValueError(
             f"{flag} is no local folder, and the hub cannot be reached ({one_line(error)}); the "
@@ -365,8 +367,6 @@ def one_line_errors(flag: str, config: str | None) -> Iterator[None]:
     except (OSError, datasets.exceptions.DatasetsError, pa.ArrowException) as error:
         raise ValueError(f"{flag}: {one_line(error.__cause__ or error)}") from error
     except ValueError as error:  # the library names the configs that are there
-        if str(error).startswith(flag):
-            raise
         flags = f"--dataset-config {config} of {flag}" if config else f"{flag} --dataset-config C"
         raise ValueError(f"{flags}: {one_line(error)}") from error
 

@@ -233,6 +233,10 @@ class NoProofError(ValueError):
     """There is no tiny model of the architecture, or none that shows whether the plan is right."""
 
 
+class TinyModelError(NoProofError):
+    """The tiny model of the architecture does not run."""
+
+
 def require_proof(config: HuggingFaceConfig, mesh: Mesh) -> str:
     """Prove a plan before training; returns a line for the log. Every rank calls this. Raises
     UsageError, the same on every rank, for a plan that does not fit the model or is wrong."""
@@ -280,11 +284,13 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
             raise error.__cause__ from None
         reason = " ".join(str(error).split())[:200]
         reason = f"its tiny model ends with {type(error).__name__}: {reason}"
+        failure: NoProofError | None = TinyModelError(reason)
     else:
         missing = wanted.unseen(ours, mesh)
-        reason = f"it shows nothing of {' and '.join(missing)}" if missing else ""
-    if reasons := [*filter(None, mesh.control.gather(reason))]:  # one rank may run out of memory
-        raise NoProofError(reasons[0])
+        reason = f"it shows nothing of {' and '.join(missing)}"
+        failure = NoProofError(reason) if missing else None
+    if failures := [*filter(None, mesh.control.gather(failure))]:  # one rank may run out of memory
+        raise failures[0]
     layouts = {name: layout_of(ours.model, name) for name, _ in theirs.named_parameters()}
     values = [
         (f"model.{name}", layouts[name].from_original(each.detach()))

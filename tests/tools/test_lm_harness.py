@@ -4,6 +4,7 @@ the answers of a checkpoint, at any layout."""
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from megatron.train.evaluate import batch_of
 from tests.dist import Pool
 from tests.refusals import by_last_flag, field_of, refusal, refused
 from tests.tiny import SEQUENCE, VOCABULARY, mesh_of_ranks, tiny_model
-from tools.lm_harness import READERS, find_tasks, main, read_pages, write_definition
+from tools.lm_harness import READERS, find_tasks, main, write_definition
 
 WIKI = " \n = One = \n \n Text of one . \n = = Part = = \n \n = Two = \n Text of two . \n"
 LONG = "A text of more letters than the model has positions, so that windows roll."
@@ -49,7 +50,7 @@ def test_unknown_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wikitext_is_read_by_article(tmp_path: Path) -> None:
     file = tmp_path / "wiki.tokens"
     file.write_text(WIKI)
-    one, two = read_pages(file)
+    one, two = READERS["wikitext"](file)
     assert one == " = One = \n \n Text of one . \n = = Part = = \n "
     assert two == " = Two = \n Text of two . \n"
 
@@ -65,7 +66,8 @@ def test_passages_are_kept_as_they_are(tmp_path: Path, form: str) -> None:
 def test_bad_line(tmp_path: Path, line: str) -> None:
     file = tmp_path / "lambada.jsonl"
     file.write_text('{"text": "a b"}\n' + line + "\n")
-    assert "lambada.jsonl, line 2" in str(refusal(lambda: READERS["lambada_openai"](file)))
+    read = partial(READERS["lambada_openai"], file, "--lambada-data")
+    refusal(read, "lambada.jsonl, line 2", field="--lambada-data")
 
 
 def test_definition(tmp_path: Path) -> None:

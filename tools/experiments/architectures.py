@@ -274,6 +274,7 @@ def rows() -> Iterator[Row]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from megatron.huggingface.plan import REFUSED
+    from megatron.huggingface.proof import Proof, TinyModelError
     from tools.layouts.processes import on_ranks
     from tools.layouts.proofs import prove_at
 
@@ -281,16 +282,16 @@ def rows() -> Iterator[Row]:
     found, *_ = on_ranks(max(SIZES), prove_at, [*configs.values()], SIZES)
     for ((name, changes), config), outcomes in zip(configs.items(), found, strict=True):
         row = partial(Row, name, changes=changes)
-        proofs = [each for each in outcomes if not isinstance(each, str)]
-        reasons = [each for each in outcomes if isinstance(each, str)]
+        proofs = [each for each in outcomes if isinstance(each, Proof)]
+        errors = [each for each in outcomes if isinstance(each, Exception)]
         words = words_of(CONFIG_MAPPING[config.hf_model])
         refused = sorted({REFUSED[word] for word in words if word in REFUSED})
         if wrong := [each for each in proofs if each.wrong]:
             yield row("wrong", wrong[0].wrong[0])
-        elif reasons and refused and "tiny model" in reasons[0]:
+        elif errors and refused and isinstance(errors[0], TinyModelError):
             yield row("refused", f"{NO_LAYER}{' or '.join(refused)}")
-        elif reasons:
-            yield row("refused", reasons[0])
+        elif errors:
+            yield row("refused", str(errors[0]))
         else:
             shares = tuple(each.flops[0] / each.flops[1] for each in proofs)
             worst = max(each.worst for each in proofs)

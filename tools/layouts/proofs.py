@@ -13,8 +13,8 @@ from megatron.huggingface.plan import PlanError
 from megatron.huggingface.proof import NoProofError, Proof, prove
 from megatron.parallel.mesh import build_mesh
 
-Outcome = Proof | str
-"""A string gives the reason why there is no proof."""
+Outcome = Proof | PlanError | NoProofError
+"""An error says why there is no proof."""
 
 
 def prove_at(configs: Sequence[HuggingFaceConfig], sizes: Sequence[int]) -> list[list[Outcome]]:
@@ -32,4 +32,4 @@ def _outcome(config: HuggingFaceConfig, mesh: Any) -> Outcome:
     try:
         return prove(config, mesh)
     except (PlanError, NoProofError) as error:
-        return str(error)
+        return error

@@ -38,7 +38,7 @@ from tools.report.figures import drawable
 from tools.report.numbers import aligned
 
 if TYPE_CHECKING:
-    from tools.layouts.proofs import Outcome
+    from megatron.huggingface.proof import Proof
 
 SIZES = (2, 4)
 HEADER = ("module", "becomes", "whole", "local", "communication")
@@ -77,7 +77,7 @@ def prove_plan(
     config = read(model, plan, masked)
     rows = {size: modules_of(config, size, is_ordered=picture is not None) for size in SIZES}
     shown = {size: each for size, each in rows.items() if not isinstance(each, str)}
-    found: dict[int, Outcome] = {size: each for size, each in rows.items() if isinstance(each, str)}
+    found: dict[int, Proof | str] = {t: each for t, each in rows.items() if isinstance(each, str)}
     if show and shown:
         for size, each in shown.items():
             print(f"t = {size}:\n{aligned([HEADER, *(row.cells for row in each)])}\n")
@@ -95,8 +95,10 @@ def prove_plan(
 
         (outcomes,), *_ = on_ranks(max(shown), prove_at, [config], list(shown))
         for size, outcome in zip(shown, outcomes, strict=True):
-            is_proof = not isinstance(outcome, str)
-            found[size] = outcome if is_proof else f"not proved by a tiny model: {outcome}"
+            if isinstance(outcome, Exception):
+                found[size] = f"not proved by a tiny model: {outcome}"
+            else:
+                found[size] = outcome
     for size in SIZES:
         outcome = found[size]
         wrong = [] if isinstance(outcome, str) else outcome.wrong
@@ -263,7 +265,7 @@ def sent(module: Any) -> str:
     return "sum of the gradient" if isinstance(module, layers.SummedParameters) else ""
 
 
-def dumped(found: Mapping[int, Outcome], shown: Mapping[int, Any]) -> str:
+def dumped(found: Mapping[int, Proof | str], shown: Mapping[int, Any]) -> str:
     rows = []
     for size, outcome in found.items():
         row: dict[str, Any] = {"tensor": size}
