@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +23,7 @@ from megatron.data.images import Images, open_images
 from megatron.errors import UsageError
 from megatron.libraries import load
 from megatron.models.registry import config_of
-from tasks.protocol import ImageSettings
-
-if TYPE_CHECKING:
-    from megatron.models.vit import ViT
-    from megatron.parallel.mesh import Mesh
+from tasks.protocol import ImageSettings, ImageTask
 
 CONVENTIONS = {
     "top1": "share of the images whose label has the highest score; of equal scores the first",
@@ -52,13 +48,10 @@ class Settings(ImageSettings):
 
     def __post_init__(self) -> None:
         writable(self, "picture")
-        if self.evaluation.compare_paper:
-            allowed = "left out: the figures of this task are in no table of the paper"
-            raise UsageError("--compare-paper", None, allowed, works=("--no-compare-paper",))
 
 
 @dataclass(frozen=True)
-class Classification:
+class Classification(ImageTask):
     settings: Settings
     images: Images
     """The validation split, in the order of its file."""
@@ -66,17 +59,14 @@ class Classification:
     data: Mapping[str, str]
     """Folder and identity of the data, for the record."""
 
-    def evaluate(self, model: ViT, mesh: Mesh, micro_batch_size: int) -> Mapping[str, Any]:
-        """The figures; every rank calls this."""
-        best = predict(model, mesh, self.images, micro_batch_size)
-        count = len(best)
+    def score(self, best: NDArray[np.int64]) -> Mapping[str, Any]:
         labels = self.images.splits[0].labels
         right = best[:, 0] == labels
-        if mesh.is_first and self.settings.picture is not None:
+        if self.settings.picture is not None:
             draw(self.settings.picture, self.images, best[:, 0], self.classes)
         mistakes = Counter(zip(labels[~right].tolist(), best[~right, 0].tolist(), strict=True))
         return {
-            "images": count,
+            "images": len(best),
             "confusions": [
                 [self.classes[label], self.classes[other], number]
                 for (label, other), number in mistakes.most_common(10)
@@ -91,7 +81,9 @@ class Classification:
         }
 
 
-def prepare(settings: Settings, manifest: dict[str, Any]) -> Classification:
+def prepare(
+    settings: Settings, manifest: Mapping[str, Any], tokenizer: None = None
+) -> Classification:
     """Raises ValueError or OSError, naming the flag, for images of other classes."""
     config = config_of(manifest)
     assert isinstance(config, ViTConfig)
@@ -117,30 +109,6 @@ def prepare(settings: Settings, manifest: dict[str, Any]) -> Classification:
     images = packed.series("validation", 0, shuffle=False)
     data = {"folder": str(settings.valid_data), "content": packed.content}
     return Classification(settings, images, classes, data)
-
-
-def predict(model: ViT, mesh: Mesh, images: Images, micro_batch_size: int) -> NDArray[np.int64]:
-    """The five classes with the highest scores of each image, best first: [images, up to 5]."""
-    import torch
-
-    from megatron.train.executor import on_device
-
-    count, ranks = images.samples_per_epoch, mesh.batch.size
-    # Every rank makes the same calls with equally many images; the last ones may come twice.
-    each = -(-count // ranks)
-    first = mesh.batch.rank * each
-    own = [min(number, count - 1) for number in range(first, first + each)]
-    found = []
-    with torch.no_grad():
-        for start in range(0, each, micro_batch_size):
-            batch = images.batch(own[start : start + micro_batch_size])
-            scores = model(on_device(batch, mesh.device))
-            order = scores.argsort(dim=1, descending=True, stable=True)
-            found.append(order[:, :5].cpu().numpy())
-    best = np.empty((count, found[0].shape[1]), np.int64)
-    for numbers, rows in mesh.control.gather((own, np.concatenate(found))):
-        best[numbers] = rows
-    return best
 
 
 def draw(file: Path, images: Images, best: NDArray[np.int64], classes: tuple[str, ...]) -> None:

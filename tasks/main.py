@@ -104,10 +104,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     command = ["tasks/main.py", *arguments]
     if isinstance(settings, FinetuneSettings):
         run_finetuned(name, module, settings, command, environ)
-    elif isinstance(settings, ImageSettings):
-        run_images(name, module, settings, command, environ)
     else:
-        run_zero_shot(name, module, settings, command, environ)
+        run_evaluation(name, module, settings, command, environ)
 
 
 def run_finetuned(
@@ -144,22 +142,27 @@ def run_finetuned(
                 publish(record, settings.evaluation, job.task.paper or name, here)
 
 
-def run_zero_shot(
+def run_evaluation(
     name: str,
     module: Any,
-    settings: TaskSettings,
+    settings: TaskSettings | ImageSettings,
     command: Sequence[str],
     environ: Mapping[str, str],
 ) -> None:
-    """Evaluate a GPT-2 or a Llama without fine-tuning, and publish the record."""
+    """Evaluate a GPT-2, a Llama or a ViT without fine-tuning, and publish the record."""
     with user_errors(environ):
         if settings.evaluation.compare_paper:
             paper.columns_of(name)
-        folders, tokenizer, manifest = open_trained(
-            settings.trained, settings.parallel, world_size(environ)
-        )
-        task = module.prepare(settings, manifest, tokenizer)
-        data = [identify(file) for file in settings.files]
+        parallel, world, facts = settings.parallel, world_size(environ), dict[str, Any]()
+        if isinstance(settings, ImageSettings):
+            folders, manifest = open_model(settings.trained.load, parallel, world, ["vit"])
+            task = module.prepare(settings, manifest, None)
+            data = [task.data]
+        else:
+            folders, tokenizer, manifest = open_trained(settings.trained, parallel, world)
+            task = module.prepare(settings, manifest, tokenizer)
+            data = [identify(file) for file in settings.files]
+            facts = {"begin_token": begin_token_of(manifest, tokenizer)}
 
     from megatron.inference.generate import DivergedError
     from megatron.train.evaluate import load_newest
@@ -168,49 +171,18 @@ def run_zero_shot(
     from tasks.score import score_task
 
     size = settings.evaluation.micro_batch_size
-    with launch(settings.parallel, environ) as mesh:
+    with launch(parallel, environ) as mesh:
         with user_errors(environ, agreed=True):
             checkpoint, model = load_newest(folders, mesh, DTYPES[settings.trained.dtype])
         # Any other exception here is a bug of the task, and its traceback is shown.
         with user_errors(environ, agreed=True, kinds=(DivergedError,)):
             figures = score_task(task, model, mesh, size, name)
         if mesh.is_first:
-            facts = describe(checkpoint, model, mesh, settings.trained.dtype)
-            how = {"begin_token": begin_token_of(manifest, tokenizer), "data": data}
-            how |= {"micro_batch_size": size, "command": command}
-            record = arrange(name, figures, facts | how)
+            facts = describe(checkpoint, model, mesh, settings.trained.dtype) | facts
+            facts |= {"data": data, "micro_batch_size": size, "command": command}
+            record = arrange(name, figures, facts)
             with user_errors(environ, agreed=True):
                 publish(record, settings.evaluation, name, {"this_model": figures})
-
-
-def run_images(
-    name: str,
-    module: Any,
-    settings: ImageSettings,
-    command: Sequence[str],
-    environ: Mapping[str, str],
-) -> None:
-    """Evaluate a ViT, and publish the record."""
-    with user_errors(environ):
-        parallel = settings.parallel
-        folders, manifest = open_model(settings.load, parallel, world_size(environ), ["vit"])
-        task = module.prepare(settings, manifest)
-        data = [task.data]
-
-    from megatron.train.evaluate import load_newest
-    from megatron.train.launch import launch
-    from megatron.train.state import DTYPES
-
-    size = settings.evaluation.micro_batch_size
-    with launch(parallel, environ) as mesh:
-        with user_errors(environ, agreed=True):
-            checkpoint, model = load_newest(folders, mesh, DTYPES[settings.dtype])
-        figures = task.evaluate(model, mesh, size)
-        if mesh.is_first:
-            facts = describe(checkpoint, model, mesh, settings.dtype)
-            how = {"data": data, "micro_batch_size": size, "command": command}
-            with user_errors(environ, agreed=True):
-                publish(arrange(name, figures, facts | how), settings.evaluation)
 
 
 if __name__ == "__main__":

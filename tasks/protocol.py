@@ -1,14 +1,13 @@
 """The protocol of a task: settings, windows or examples, and the meaning of their scores; no torch.
 
 The module of a task has
-    Settings, a dataclass derived from TaskSettings, or from FinetuneSettings for a task that a
-    pretrained BERT is fine-tuned on;
-    prepare(settings, manifest, tokenizer), which reads and checks its input and returns a Task or a
-    Finetuning: each has a `score` that turns the model's output into figures.
+    Settings, a dataclass derived from TaskSettings, from ImageSettings, or from FinetuneSettings
+    for a task that a pretrained BERT is fine-tuned on;
+    prepare(settings, manifest, tokenizer), which reads and checks its input and returns a Task, an
+    ImageTask (which has no tokenizer) or a Finetuning: each has a `score` that turns the model's
+    output into figures.
 A fine-tuned task that can score answers in a file also has score_only(settings) -> the figures and
 their "conventions"; Settings.judged names the field of that file.
-A task of images has Settings derived from ImageSettings, and prepare(settings, manifest) -> an
-object whose `evaluate(model, mesh, micro_batch_size)` returns the figures: see cifar10.py.
 If one module has several tasks, each is a class with these as attributes, and is selected by, for
 example, --task tasks.mine:Two. README.md adds a task of each kind in 40 lines.
 """
@@ -22,7 +21,7 @@ from itertools import product
 from math import exp, inf
 from operator import add
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +33,9 @@ from megatron.config.parallel import ContextParallelConfig, FinetuneParallelConf
 from megatron.data.text_checks import MAX_UNKNOWN
 from megatron.data.tokenizer import GPT2BPETokenizer, Tokenizer
 from megatron.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron.data.images import Images
 
 Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 Logits: TypeAlias = Mapping[str, Sequence[NDArray[np.float32]]]
@@ -90,15 +92,19 @@ class ImageEvaluationConfig(EvaluationConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageSettings:
-    """Settings of a task of images; each task adds its own fields."""
-
+class ImageModelConfig:
     load: str
     """Directory of checkpoints, whose newest one is used; or one of its subdirectories."""
 
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of weights and activations."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSettings:
+    """Settings of a task of images; each task adds its own fields."""
+
+    trained: ImageModelConfig
     evaluation: ImageEvaluationConfig = field(default_factory=ImageEvaluationConfig)
     parallel: ContextParallelConfig = field(default_factory=ContextParallelConfig)
 
@@ -178,6 +184,21 @@ class Task(ABC):
         figure by its name, and "protocol", where needed, how the figures were measured.
 
         continuations: the new tokens of each prompt; empty without prompts.
+        """
+
+
+class ImageTask(ABC):
+    """Images by class, and the figures computed from a model's predictions."""
+
+    images: Images
+    data: Mapping[str, Any]
+    """Identity of the images, for the record."""
+
+    @abstractmethod
+    def score(self, best: NDArray[np.int64]) -> Mapping[str, Any]:
+        """The figures, as those of a Task.
+
+        best: [images, up to 5], the classes with the highest scores of each image, best first.
         """
 
 

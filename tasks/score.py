@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import FinetunedConfig
 from megatron.data.batch import ExampleBatch
+from megatron.data.images import Images
 from megatron.inference.generate import DivergedError, Sampling, generate_all
 from megatron.models.gpt import Decoder
 from megatron.parallel.bucket import gathered
@@ -23,13 +24,16 @@ from megatron.parallel.mesh import Mesh
 from megatron.train.evaluate import score
 from megatron.train.executor import on_device
 from megatron.train.inputs import shard
-from tasks.protocol import Example, Prompts, Scores, Task, Tokens, Window, WindowSequence
+from tasks.protocol import Example, ImageTask, Prompts, Scores, Task, Tokens, Window, WindowSequence
 
 
 def score_task(
-    task: Task, model: Decoder, mesh: Mesh, micro_batch_size: int, name: str
+    task: Task | ImageTask, model: Any, mesh: Mesh, micro_batch_size: int, name: str
 ) -> Mapping[str, Any]:
     """The task's figures on the first rank, {} on the others; every rank calls this."""
+    if isinstance(task, ImageTask):
+        best = best_classes(model, mesh, task.images, micro_batch_size)
+        return task.score(best) if mesh.is_first else {}
     scores = score_windows(model, mesh, task, micro_batch_size, name)
     continuations: list[list[int]] = []
     if task.prompts is not None:
@@ -105,6 +109,27 @@ def continue_prompts(
         name=name,
         is_done=prompts.is_done,
     )
+
+
+@torch.no_grad()
+def best_classes(
+    model: nn.Module, mesh: Mesh, images: Images, micro_batch_size: int
+) -> NDArray[np.int64]:
+    """The five classes with the highest scores of each image, best first: [images, up to 5]."""
+    count = images.samples_per_epoch
+    # Every rank makes the same calls with equally many images; the last ones may come twice.
+    each = -(-count // mesh.batch.size)
+    first = mesh.batch.rank * each
+    own = [min(number, count - 1) for number in range(first, first + each)]
+    found = []
+    for start in range(0, each, micro_batch_size):
+        batch = images.batch(own[start : start + micro_batch_size])
+        order = model(on_device(batch, mesh.device)).argsort(dim=1, descending=True, stable=True)
+        found.append(order[:, :5].cpu().numpy())
+    best = np.empty((count, found[0].shape[1]), np.int64)
+    for numbers, rows in mesh.control.gather((own, np.concatenate(found))):
+        best[numbers] = rows
+    return best
 
 
 def make_batch(

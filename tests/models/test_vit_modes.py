@@ -17,7 +17,7 @@ from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.train.inputs import prefetch
 from megatron.train.state import build_state
 from megatron.train.step import train_step
-from tasks.cifar10 import predict
+from tasks.score import best_classes
 from tests.dist import Pool
 from tests.models.test_vit import error
 from tests.tiny import whole_slices
@@ -59,7 +59,7 @@ def train(
     for step, micro_batches in enumerate(batches):
         train_step(state, micro_batches, 1e-3 * min(1, (step + 1) / WARM_UP))
     weights = whole_slices(state.optimizer.masters())
-    return weights, predict(state.model.eval(), mesh, test_images, 20)[:, 0]
+    return weights, best_classes(state.model.eval(), mesh, test_images, 20)[:, 0]
 
 
 def on_ranks(layout: str, folder: Path) -> tuple[dict[str, Tensor], NDArray[np.int64]]:
