@@ -190,6 +190,7 @@ def parse_json(place: Place, text: str, form: PairFormat) -> Iterator[tuple[Plac
         yield where, [*row, record[label]]
 
 
+OBJECTS = "JSON objects of text_a, text_b and label, one per line or the values of one object"
 # The order of the paper's authors, which is alphabetical. Others start with entailment.
 MNLI_FORMAT = PairFormat(
     ("sentence1", "sentence2", "gold_label"),
@@ -199,15 +200,13 @@ MNLI_FORMAT = PairFormat(
         "contradiction, entailment, neutral; others entailment, neutral, contradiction); "
         "the names would work",
     ),
-    "GLUE's train.tsv, dev_matched.tsv and dev_mismatched.tsv of MNLI would work, or one JSON "
-    "object of text_a, text_b and label per line",
+    f"GLUE's train.tsv, dev_matched.tsv and dev_mismatched.tsv of MNLI would work, or {OBJECTS}",
     none="-",  # for pairs on which the annotators did not agree
 )
 QQP_FORMAT = PairFormat(
     ("question1", "question2", "is_duplicate"),
     LabelMap(("not_duplicate", "duplicate"), {"0": 0, "1": 1}),
-    "GLUE's train.tsv and dev.tsv of QQP would work, or one JSON object of text_a, text_b and "
-    "label per line",
+    f"GLUE's train.tsv and dev.tsv of QQP would work, or {OBJECTS}",
     with_f1=True,
 )
 CONVENTIONS = {
