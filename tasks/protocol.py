@@ -54,8 +54,8 @@ class ReportConfig:
     compare_paper: bool = False
     """Show the paper's figures next to the result, and put them into the record."""
 
-    output: Path | None = None
-    """JSON file for the result, which is also printed."""
+    output: Path | None = field(default=None, metadata={"alias": "json"})
+    """JSON file for the result, which is also printed. Also spelt --json."""
 
     def __post_init__(self) -> None:
         writable(self, "output")

@@ -87,8 +87,9 @@ class Settings:
     micro_batch_size: int = 8
     """Number of prompts that are continued together; does not change a text."""
 
-    output: Path | None = None
-    """JSON file for the list of prompts and continuations, which is also printed."""
+    output: Path | None = field(default=None, metadata={"alias": "json"})
+    """JSON file for the list of prompts and continuations, which is also printed. Also spelt
+    --json."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 

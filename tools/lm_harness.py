@@ -92,8 +92,8 @@ class Settings:
     micro_batch_size: int = 8
     """Windows per forward pass; changes the result only by rounding."""
 
-    output: Path | None = None
-    """JSON file for the result, which is also printed."""
+    output: Path | None = field(default=None, metadata={"alias": "json"})
+    """JSON file for the result, which is also printed. Also spelt --json."""
 
     def __post_init__(self) -> None:
         positive(self, "limit")

@@ -39,7 +39,7 @@ def test_record_of_one_and_two_processes(peer: Peer, test_data: Path, tmp_path: 
     texts, plain = [x for x in passages(test_data) if "\n" not in x], tmp_path / "plain.txt"
     plain.write_text("\n".join([*texts, ""]), encoding="utf-8")
     output = tmp_path / "result.json"
-    flags = of_file(plain, peer, "--compare-paper", "--output", str(output))
+    flags = of_file(plain, peer, "--compare-paper", "--json", str(output))
     words = ["--task", "lambada", *flags]
     out, said = printed(flags, "lambada")  # tasks are known in small letters, too
     record = json.loads(output.read_text(encoding="utf-8"))
