@@ -16,6 +16,7 @@ import pytest
 from tests.dist import Pool
 
 VARIABLE = "MEGATRON_TEST_DATA"
+LONGEST = 60  # seconds that a test may take
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--full-matrix", action="store_true", help="every case of tests/layouts")
     group.addoption("--part", default="1/1", help="I/N: the Ith of N parts of tests/layouts")
-    parser.addoption("--slowest", action="store_true", help="print the files that take longest")
+    parser.addoption("--slowest", action="store_true", help="print what takes longest")
 
 
 @pytest.fixture(scope="session")
@@ -107,24 +108,30 @@ class RealData:
 
 
 class SlowestFiles:
-    """Seconds of each file, set-up included; the longest are printed at the end."""
+    """Seconds of each test, set-up included; the files that take longest, and tests that take too
+    long, are printed at the end."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
-        self.tests: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        file = report.nodeid.partition("::")[0]
-        self.seconds[file] += report.duration
-        self.tests[file] += report.when == "call"
+        self.seconds[report.nodeid] += report.duration
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        total = self.seconds.total()
+        seconds, tests = Counter[str](), Counter[str]()
+        for test, each in self.seconds.items():
+            file = test.partition("::")[0]
+            seconds[file] += each
+            tests[file] += 1
+        total = seconds.total()
         terminalreporter.section("slowest files")
-        for file, seconds in self.seconds.most_common(40):
-            share = f"{seconds / total:6.1%}"
-            terminalreporter.write_line(f"{seconds:7.0f} s {share} {self.tests[file]:5d} {file}")
-        terminalreporter.write_line(f"{total:7.0f} s of {self.tests.total()} tests")
+        for file, each in seconds.most_common(40):
+            share = f"{each / total:6.1%}"
+            terminalreporter.write_line(f"{each:7.0f} s {share} {tests[file]:5d} {file}")
+        terminalreporter.write_line(f"{total:7.0f} s of {tests.total()} tests")
+        for test, each in self.seconds.most_common():
+            if each > LONGEST:
+                terminalreporter.write_line(f"{each:7.0f} s, more than {LONGEST}: {test}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
