@@ -1,5 +1,9 @@
 """Pages of tools.report: texts stay texts, in HTML and in Markdown; figures and numbers."""
 
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from tests.tools.report.pages import HOSTILE, ParsedPage
@@ -33,6 +37,18 @@ def everything(text: str) -> Page:
 
 def test_texts_are_escaped() -> None:
     page = ParsedPage(everything(HOSTILE).html())
+    assert page.text.count(HOSTILE) == 23
+    assert {"table", "svg", "mark", "details", "pre"} <= page.tags
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_a_browser_shows_the_same(tmp_path: Path) -> None:
+    file, profile = tmp_path / "page.html", tmp_path / "profile"
+    file.write_bytes(everything(HOSTILE).html())
+    command = ["chromium", "--headless", "--no-sandbox", f"--user-data-dir={profile}"]
+    command += ["--dump-dom", file.as_uri()]
+    shown = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    page = ParsedPage(shown.stdout)
     assert page.text.count(HOSTILE) == 23
     assert {"table", "svg", "mark", "details", "pre"} <= page.tags
 
