@@ -261,6 +261,7 @@ QUESTION = Question(
     rounds=3,
     turns=20,
     picture="",
+    small="--hidden-size 64 --tokens 16 --groups gpt2 host --backend eager --steps 2",
 )
 
 if __name__ == "__main__":

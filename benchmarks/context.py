@@ -287,7 +287,8 @@ def result(found: Results) -> str:
     return ". ".join([*texts, f"Scores of the busiest rank over those in plain order: {order}."])
 
 
-QUESTION = Question(contenders, COLUMNS, result, turns=2, drawn=[RATIO])
+SMALL = "--seq-length 128 --heads 2"
+QUESTION = Question(contenders, COLUMNS, result, turns=2, drawn=[RATIO], small=SMALL)
 
 if __name__ == "__main__":
     QUESTION.run()

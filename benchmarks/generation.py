@@ -12,6 +12,7 @@ if sys.hexversion < 0x30B0000:
     sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
@@ -40,35 +41,38 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
     return [numbers.integers(0, VOCABULARY, length).tolist() for length in lengths]
 
 
-def ours(rank: Rank, lengths: list[int]) -> Turn:
+def ours(rank: Rank, config: GPT2Config, lengths: list[int], new: int) -> Turn:
     mesh, prompts = rank.mesh(), prompts_of(lengths)
-    model = build_model(CONFIG, mesh, VOCABULARY, seed=SEED, dtype=torch.float32).eval()
+    model = build_model(config, mesh, VOCABULARY, seed=SEED, dtype=torch.float32).eval()
 
     def turn() -> Figures:
-        texts = generate(model, mesh, prompts, Sampling(NEW, temperature=0.0), ends=())
-        return {"tokens": NEW * len(prompts), "texts": texts}
+        texts = generate(model, mesh, prompts, Sampling(new, temperature=0.0), ends=())
+        return {"tokens": new * len(prompts), "texts": texts}
 
     return turn
 
 
-def transformers(rank: Rank, lengths: list[int]) -> Turn:
-    model = transformers_gpt2(CONFIG, VOCABULARY).to(rank.device).eval()
+def transformers(rank: Rank, config: GPT2Config, lengths: list[int], new: int) -> Turn:
+    model = transformers_gpt2(config, VOCABULARY).to(rank.device).eval()
     rows = [[0] * (LONGEST - len(each)) + each for each in prompts_of(lengths)]
     masks = [[0] * (LONGEST - n) + [1] * n for n in lengths]
     tokens, mask = (torch.tensor(each, device=rank.device) for each in (rows, masks))
-    own = {"max_new_tokens": NEW, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    own = {"max_new_tokens": new, "do_sample": False, "use_cache": True, "pad_token_id": 0}
 
     def turn() -> Figures:
         texts = model.generate(tokens, attention_mask=mask, **own)
-        return {"tokens": NEW * len(rows), "texts": texts[:, LONGEST:].tolist()}
+        return {"tokens": new * len(rows), "texts": texts[:, LONGEST:].tolist()}
 
     return turn
 
 
 def contenders(flags: Flags) -> Iterator[Contender]:
     """Compare generation."""
-    for batch, lengths in BATCHES.items():
-        given, one = {"lengths": lengths}, f"batch {batch}, t = 1"
+    config, batches, new = CONFIG, BATCHES, NEW
+    if flags.small:
+        config, batches, new = replace(CONFIG, num_layers=1), {"2, unequal": [LONGEST, 5]}, 4
+    for batch, lengths in batches.items():
+        given, one = {"config": config, "lengths": lengths, "new": new}, f"batch {batch}, t = 1"
         yield Contender(OURS, ours, given, group=one, threads=2)
         its = {"needs": [TRANSFORMERS], "same": SAME}
         yield Contender("transformers", transformers, given, group=one, threads=2, **its)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -170,7 +171,7 @@ class Question:
     columns: those without a figure are left out. result, failure: called with a report.Results,
     return the sentence at the top of the page, and the reason for exit status 1, or "". together:
     the processes of a group exist at the same time and alternate; else one contender runs at a
-    time. drawn: titles of columns.
+    time. drawn: titles of columns. small: words that stand before those given, with --small.
     """
 
     contenders: Callable[..., Iterable[Contender]]
@@ -185,6 +186,7 @@ class Question:
     together: bool = True
     picture: Literal["bars", "lines", ""] = "bars"
     drawn: Sequence[Any] = ()
+    small: str = ""
 
     @property
     def text(self) -> tuple[str, str]:
@@ -207,10 +209,13 @@ class Question:
                 raise UsageError("--device", "cuda", "one that torch finds here", works=works)
             return list(self.contenders(**arguments))
 
+        words = sys.argv[1:]
+        if "--small" in words:
+            words = [*shlex.split(self.small), *words]
         with user_errors(os.environ, kinds=(ValueError, OSError, RuntimeError)):
             program = f"python benchmarks/{Path(sys.argv[0]).stem}.py"
             examples = f"{program}\n{program} --rounds 1 --json result.json"
-            contenders = parse_call(call, sys.argv[1:], os.environ, examples=examples)()
+            contenders = parse_call(call, words, os.environ, examples=examples)()
             self.ask(contenders, given.pop("flags"), given)
 
     def ask(
@@ -261,6 +266,9 @@ class Flags:
 
     device: Literal["cpu", "cuda"] = "cpu"
     """Device to compute on."""
+
+    small: bool = False
+    """A miniature, to try it; other flags win."""
 
     until: float | None = None
     """Unix time in seconds after which unfinished contenders are left out."""

@@ -158,7 +158,15 @@ def result(found: Results) -> str:
 
 
 # The second loss, too, is compared: it depends on the first update.
-QUESTION = Question(contenders, llama.COLUMNS, result, turns=3, warm_up=2, drawn=[llama.RATIO])
+QUESTION = Question(
+    contenders,
+    llama.COLUMNS,
+    result,
+    turns=3,
+    warm_up=2,
+    drawn=[llama.RATIO],
+    small="--program-flags='--num-layers 1 --hidden-size 96 --seq-length 32 --vocab-size 512'",
+)
 
 if __name__ == "__main__":
     QUESTION.run()

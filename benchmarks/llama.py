@@ -230,7 +230,8 @@ COLUMNS = (
     Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
     Column(MEMORY, "peak_bytes", "{:.3f}", "its / first"),
 )
-QUESTION = Question(contenders, COLUMNS, result, drawn=[RATIO])
+SMALL = f"--dtypes fp32 --program-flags='{steps.SMALL_LLAMA}'"
+QUESTION = Question(contenders, COLUMNS, result, drawn=[RATIO], small=SMALL)
 
 if __name__ == "__main__":
     QUESTION.run()

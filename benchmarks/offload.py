@@ -72,6 +72,7 @@ QUESTION = Question(
     lambda found: f"{RATIO}: {found.ratios(RATIO)}; {MEMORY}: {found.ratios(MEMORY)}.",
     turns=3,
     together=False,
+    small="--layers 1 --hidden-size 64 --samples 2 --seq-length 32",
 )
 
 if __name__ == "__main__":

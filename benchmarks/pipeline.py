@@ -358,7 +358,13 @@ COLUMNS = (
     ),
 )
 QUESTION = Question(
-    contenders, COLUMNS, result, picture="lines", drawn=[f"{MEASURED} | {PROMISED}"]
+    contenders,
+    COLUMNS,
+    result,
+    picture="lines",
+    drawn=[f"{MEASURED} | {PROMISED}"],
+    small="--micro-batches 4 --dtypes fp32 --bubble-schedules 1f1b gpipe --bubble-micro-batches 5 "
+    f"--program-flags='{steps.SMALL} --num-layers 4'",
 )
 
 if __name__ == "__main__":

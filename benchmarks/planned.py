@@ -128,19 +128,17 @@ def contenders(
     flags: Flags,
     ranks: tuple[int, ...] = tuple(LAYOUTS),
     most_layouts: int | None = None,
-    small: bool = False,
 ) -> Iterator[Contender]:
     """Measure, predict, run.
 
     Args:
         ranks: numbers of ranks.
         most_layouts: of each number of ranks, to try it.
-        small: a miniature, to try it.
     """
     if flags.device != "cpu":
         works = ("--device", "cpu")
         raise UsageError("--device", flags.device, "cpu: its layouts are small", works=works)
-    model = f"{MODEL} {SMALL if small else ''}"
+    model = f"{MODEL} {SMALL if flags.small else ''}"
     found = []
     for number in ranks:
         hardware = load_hardware(str(measured(model, number)))
@@ -206,6 +204,7 @@ QUESTION = Question(
     warm_up=2,
     together=False,
     drawn=[ERROR],
+    small="--ranks 1 --most-layouts 2",
 )
 
 if __name__ == "__main__":

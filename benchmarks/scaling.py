@@ -161,21 +161,22 @@ def along(rank: Rank, flags: list[str], precision: str) -> Turn:
 
 
 def by_axis(
-    axes: Sequence[AxisName], precision: str, device: str, machine: Hardware | None
+    flags: Flags, axes: Sequence[AxisName], precision: str, machine: Hardware | None
 ) -> Iterator[Contender]:
     """One rank alone, then each axis on 2 and 4 ranks."""
-    cores = (os.cpu_count() or 1) if device == "cpu" else sys.maxsize
+    cores = (os.cpu_count() or 1) if flags.device == "cpu" else sys.maxsize
+    model = f"{MINIATURE} {steps.SMALL} --num-layers 8" if flags.small else MINIATURE
     for axis, ranks in [("data", 1), *product(axes, (2, 4))]:
         if axis == "2d" and ranks == 2:  # no square
             continue
-        flags = f"{MINIATURE} {AXES[axis].format(n=ranks)} {PRECISIONS[precision]}".split()
-        step = step_of(flags, ranks, precision, device)
+        words = f"{model} {AXES[axis].format(n=ranks)} {PRECISIONS[precision]}".split()
+        step = step_of(words, ranks, precision, flags.device)
         used = {call.axis for calls in step.calls.values() for call in calls}
         facts = {"ranks": ranks, "planned": sum(map(step.sent, used))}
         if machine:
             facts["planned_seconds"] = predict(step, machine).total * max(1, ranks / cores)
         name = f"{axis}, {ranks} ranks" if ranks > 1 else "one rank"
-        own = {"flags": flags, "precision": precision}
+        own = {"flags": words, "precision": precision}
         yield Contender(name, along, own, facts=facts, ranks=ranks)
 
 
@@ -213,7 +214,7 @@ def contenders(
     precision = default_precision(torch.device("cpu")) if is_small else "fp16"
     machine = find_hardware(hardware) if hardware else None
     if axes:
-        yield from by_axis(axes, precision, flags.device, machine)
+        yield from by_axis(flags, axes, precision, machine)
         return
     peak = machine.peak(precision) if machine else steps.peak_of(flags.device)
     for point, paper in studies(most, is_small=is_small).items():

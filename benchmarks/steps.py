@@ -34,6 +34,11 @@ AnyPretrainConfig = TypeVar("AnyPretrainConfig", bound=PretrainConfig)
 SEED = 1234
 LEARNING_RATE = 1e-3
 DTYPE_FLAGS = {"fp32": "--no-fp16 --no-bf16", "bf16": "--no-fp16 --bf16"}
+SMALL = (  # flags of a model that any machine trains in a moment
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2 "
+    "--max-position-embeddings 32 --make-vocab-size-divisible-by 8 --vocab-size 512"
+)
+SMALL_LLAMA = f"{SMALL} --num-query-groups 2 --ffn-hidden-size 128"
 # Dense bf16 FLOP/s in NVIDIA's datasheets of H100 SXM and H200.
 PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 

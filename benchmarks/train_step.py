@@ -79,11 +79,6 @@ TOLERANCES = {  # of the losses
     PretrainGPT2Config: {"fp32": 1e-5, "bf16": 3e-3},
     PretrainLlamaConfig: {"fp32": 1e-5, "bf16": 2e-2},
 }
-SMALL = (  # flags of a model that any machine trains in a moment
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2 "
-    "--max-position-embeddings 32 --make-vocab-size-divisible-by 8 --vocab-size 512 "
-)
-SMALL_LLAMA = "--num-query-groups 2 --ffn-hidden-size 128 "
 RATIO = "time / the first's"
 
 
@@ -105,7 +100,6 @@ def contenders(
     threads: int = 2,
     program_flags: str = "",
     stub_communication: bool = False,
-    small: bool = False,
     fast_weights: bool = False,
     hardware: str | None = None,
 ) -> Iterator[Contender]:
@@ -118,7 +112,6 @@ def contenders(
         threads: threads of all ranks of a contender together.
         program_flags: flags of the program: --program-flags="--num-layers 2 --hidden-size 64".
         stub_communication: run one rank of each layout, with collectives that move nothing.
-        small: a miniature, to try it: only the first of presets, dtypes and sizes.
         fast_weights: draw initial weights with the device's generator; else the host draws those of
             a training run, in 10 seconds per billion.
         hardware: name in scripts/hardware/ or a file, for the times that tools/plan.py predicts.
@@ -127,10 +120,10 @@ def contenders(
     if unknown := set(names) - {*VARIANTS, *PEERS}:
         known = ", ".join([*VARIANTS, *PEERS])
         raise UsageError("--contenders", sorted(unknown)[0], f"one of: {known}")
-    if small:
+    if flags.small:  # only the first of each
         presets, dtypes, tensor_parallel = presets[:1], dtypes[:1], tensor_parallel[:1]
-        of_kind = SMALL_LLAMA if presets[0].startswith("llama") else ""
-        program_flags = SMALL + of_kind + program_flags
+        shape = steps.SMALL_LLAMA if presets[0].startswith("llama") else steps.SMALL
+        program_flags = f"{shape} {program_flags}"
     if fast_weights and max(tensor_parallel) > 1 and not stub_communication:
         allowed = "left out with several ranks, which would differ"
         raise UsageError("--fast-weights", None, allowed, works=("--no-fast-weights",))

@@ -86,12 +86,8 @@ def dcp_weights(folder: Path) -> dict[str, Any]:
     return {name: tensor.numpy() for name, tensor in state.items()}
 
 
-def disturbed(
-    rank: Rank, name: str, faults: str, folder: str, steps: int, interval: int, disk: str
-) -> Turn:
+def disturbed(rank: Rank, name: str, words: list[str], faults: str, folder: str, disk: str) -> Turn:
     base = Path(folder)
-    command = f"{TORCHRUN} {COMMANDS[name]}".replace("{steps}", str(steps))
-    words = command.replace("{interval}", str(interval)).split()
     file, output = base / "faults.toml", base / f"round_{rank.round}"
     options = ["--faults", file, "--output", output, "--undisturbed", base.parent / "undisturbed"]
     if "full_disk" in faults:
@@ -171,9 +167,10 @@ def contenders(
                 missing = "needs --disk"
             table = f"seed = 1\ncount = 1000\nevery_seconds = {seconds}\nfixed = true\n[[fault]]\n"
             folder = scratch() / name.partition(",")[0].replace(" ", "_") / fault.replace(" ", "_")
-            arguments = {"name": name, "faults": f"{table}{FAULTS[fault]}\n"}
-            arguments |= {"folder": str(folder), "steps": steps, "interval": interval}
-            arguments |= {"disk": disk}
+            command = f"{TORCHRUN} {COMMANDS[name]}".replace("{steps}", str(steps))
+            words = command.replace("{interval}", str(interval)).split()
+            arguments = {"name": name, "words": words, "faults": f"{table}{FAULTS[fault]}\n"}
+            arguments |= {"folder": str(folder), "disk": disk}
             yield Contender(name, disturbed, arguments, group=fault, missing=missing)
 
 

@@ -114,7 +114,15 @@ COLUMNS = tuple(
     Column("images/s", "tokens", "{:,.0f}", per="wall") if each.title == "tokens/s" else each
     for each in llama.COLUMNS
 )
-QUESTION = Question(contenders, COLUMNS, result, turns=3, warm_up=2, drawn=[llama.RATIO])
+QUESTION = Question(
+    contenders,
+    COLUMNS,
+    result,
+    turns=3,
+    warm_up=2,
+    drawn=[llama.RATIO],
+    small="--models small --program-flags='--num-layers 1 --micro-batch-size 4'",
+)
 
 if __name__ == "__main__":
     QUESTION.run()

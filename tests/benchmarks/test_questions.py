@@ -2,12 +2,16 @@
 losses (the harness compares them), and the figures are those of the formulas."""
 
 import json
+import re
 import shlex
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
+from operator import truediv
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 from unittest.mock import Mock, patch
 
@@ -24,6 +28,7 @@ from benchmarks import (
     scaling,
     tensor_modes,
     train_step,
+    useful_time,
     zero,
 )
 from benchmarks.harness import Flags, Rank
@@ -45,10 +50,10 @@ global_batch_size = 2
 train_iters = 10
 """
 OURS = "this project"
-SIZES = "--num-layers 2 --hidden-size 96 --num-attention-heads 4 --seq-length 32 --vocab-size 512"
-GPT2 = f"{SIZES} --max-position-embeddings 32"
-STAGES = GPT2.replace("layers 2", "layers 4")
-LLAMA = "--num-layers 1 --hidden-size 96 --ffn-hidden-size 192 --seq-length 32 --vocab-size 512"
+MEGATRON_CORE = ("Megatron-Core",) if find_spec("megatron.core") else ()
+PYTHON = shlex.quote(sys.executable)
+PLAIN_DDP = f"{useful_time.COMMANDS[useful_time.PEER]} --num-layers 1 --hidden-size 32 "
+PLAIN_DDP += "--seq-length 16 --vocab-size 64"
 Record = dict[str, Any]
 
 
@@ -114,17 +119,24 @@ def of_train_step(record: Record, folder: Path) -> None:
 
 
 def of_scaling(record: Record, folder: Path) -> None:
-    one, model = (each["rounds"][0] for each in record["contenders"][:2])
-    assert one["tokens"] == 8 * 128
-    assert {*model} & {"tensor", "data"} == {"tensor"}
-    assert record["contenders"][2]["reason"] == "takes 4 ranks, there are 2"
+    """The share of linear counts tensor-parallel ranks, and no copies."""
+    one, large, copies = record["contenders"]
+    first, second = (each["rounds"][0] for each in (one, large))
+    assert first["tokens"] == 8 * 128
+    assert {*second} & {"tensor", "data"} == {"tensor"}
+    assert copies["reason"] == "takes 4 ranks, there are 2"
+    work = large["facts"]["parameters"] / 2
+    assert large["facts"][scaling.LINEAR] == copies["facts"][scaling.LINEAR] == work
+    share = Results(scaling.QUESTION, record).median("", large["name"], scaling.LINEAR)
+    seconds = (median(each["wall"]) for each in (first, second))
+    assert share == pytest.approx(work / one["facts"]["parameters"] * truediv(*seconds))
 
 
 def of_axes(record: Record, folder: Path) -> None:
     """A rank sends as many bytes as were planned."""
     for each in record["contenders"]:
         (found,), facts = each["rounds"], each["facts"]
-        assert found["tokens"] == facts["ranks"] * 8 * 256
+        assert found["tokens"] == facts["ranks"] * 8 * 32
         assert found["sent"] == facts["planned"]
         assert (found["sent"] > 0) == (facts["ranks"] > 1)
         assert facts["planned_seconds"] > 0
@@ -173,6 +185,13 @@ def of_simulated(record: Record, folder: Path) -> None:
     assert names == [context.ALONE, "a2a, 2 ranks", "p2p, 2 ranks", "p2p, 4 ranks"]
 
 
+def of_useful_time(record: Record, folder: Path) -> None:
+    """Both runs of plain torch end, and their checkpoints have the same weights."""
+    found = figures(record, useful_time.PEER, "a rank killed")
+    assert (found["equal"], found["faults"], found["unnamed"]) == (100, 0, 0)
+    assert 0 < found["useful"] < 100
+
+
 def of_planned(record: Record, folder: Path) -> None:
     """Predictions are there before anything runs, and the page has the errors of them all."""
     written = json.loads((folder / "record.json.predicted").read_text())
@@ -206,36 +225,30 @@ QUESTIONS = {  # the file's name, and after a blank the case
         check=of_output_layer,
         warm_up=0,
     ),
-    "compiled": Small(
-        "--hidden-size 64 --tokens 16 --groups gpt2 host --backend eager --steps 2",
-        ("this project", "plain torch"),
-        of_compiled,
-        warm_up=0,
-    ),
+    "compiled": Small("", (OURS, "plain torch"), of_compiled, warm_up=0),
     "activations": Small(
         "--tensor-parallel 1 4",
         ("selective", "selective, sequence parallel", "host reads"),
         of_activations,
     ),
     "train_step": Small(
-        "--presets quickstart --dtypes fp32 --tensor-parallel 2 --profile {folder}/profile "
-        f"--program-flags='{GPT2}'",
-        (OURS, "DTensor", "floor"),
+        "--presets quickstart --dtypes fp32 --tensor-parallel 2 --profile {folder}/profile",
+        (OURS, "DTensor", *MEGATRON_CORE, "floor"),
         of_train_step,
         warm_up=2,
     ),
-    "commits": Small(f"--against {ROOT} --groups 'quickstart, fp32, t = 1'", warm_up=2),
+    "commits": Small(f"--against {ROOT} --groups 'quickstart, fp32, t = 1'", warm_up=0),
     "scaling": Small(
         "",
         (
             "1.2B, 8 heads, t x d = 1 x 1",
             "2.5B, 10 heads, t x d = 2 x 1",
-            "4.2B, 12 heads, t x d = 4 x 1",
+            "2.5B, 10 heads, t x d = 2 x 2",
         ),
         of_scaling,
         warm_up=0,
         patches={
-            "MODELS": scaling.MODELS[:3],
+            "MODELS": scaling.MODELS[:2],
             "STRONG": {},
             "HEADS": {},
             "PRECISIONS": dict.fromkeys(scaling.PRECISIONS, "--no-bf16 --num-layers 2"),
@@ -247,32 +260,30 @@ QUESTIONS = {  # the file's name, and after a blank the case
         of_axes,
         warm_up=0,
     ),
-    "planned": Small("--small --ranks 1 --most-layouts 2", check=of_planned, warm_up=1),
-    "pipeline 1f1b": Small(
-        "--micro-batches 4 --dtypes fp32 --schedules 1f1b --bubble-schedules 1f1b gpipe "
-        f"--bubble-micro-batches 5 --program-flags='{STAGES}'",
-        check=of_pipeline,
+    "planned": Small(
+        check=of_planned,
+        warm_up=1,
+        patches={"MEASURED": {1: "--micro-batches 2 --recomputations none full"}},
     ),
-    "pipeline interleaved": Small(
-        "--micro-batches 4 --dtypes fp32 --schedules interleaved --bubble-schedules gpipe "
-        f"--scopes '{pipeline.ALL}' --bubble-micro-batches 2 --program-flags='{STAGES}'",
-        (pipeline.OURS, pipeline.TORCH),
+    "pipeline": Small(check=of_pipeline),
+    "tensor_modes": Small(check=of_tensor_modes, warm_up=0),
+    "context": Small(check=of_context, warm_up=0),
+    "context simulated": Small("--simulated 2 4 --dtype fp32", check=of_simulated),
+    "zero": Small("--stages 1 3", (zero.OURS, zero.REDUNDANCY, zero.FULLY_SHARD)),
+    "llama": Small(),
+    "huggingface": Small("--models llama --dtypes fp32"),
+    "vit": Small(),
+    "offload": Small(),
+    "generation": Small(warm_up=0),
+    "useful_time": Small(  # no fault comes so late, and one process needs no launcher
+        "--faults 'a rank killed' --seconds 1e6 --steps 2 --interval 1",
+        (useful_time.PEER,),
+        of_useful_time,
+        patches={
+            "TORCHRUN": f"env RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=0 {PYTHON}",
+            "COMMANDS": dict.fromkeys(useful_time.COMMANDS, PLAIN_DDP),
+        },
     ),
-    "tensor_modes": Small(
-        "--hidden-sizes 64 --tokens 128 --dtypes fp32", check=of_tensor_modes, warm_up=0
-    ),
-    "context": Small("--seq-length 128", check=of_context, warm_up=0),
-    "context simulated": Small(
-        "--seq-length 64 --heads 2 --simulated 2 4 --dtype fp32", check=of_simulated
-    ),
-    "zero": Small(
-        f"--dtypes fp32 --stages 1 3 --program-flags='{SIZES}'",
-        (zero.OURS, zero.REDUNDANCY, zero.FULLY_SHARD),
-    ),
-    "llama": Small(f"--dtypes fp32 --program-flags='{LLAMA}'"),
-    "huggingface": Small(f"--models llama --dtypes fp32 --program-flags='{LLAMA}'"),
-    "vit": Small("--models small --program-flags='--num-layers 1 --micro-batch-size 4'"),
-    "offload": Small("--layers 1 --hidden-size 64 --samples 2 --seq-length 32"),
 }
 
 
@@ -281,7 +292,7 @@ def test_question(case: str, tmp_path: Path) -> None:
     small = QUESTIONS[case]
     preset = tmp_path / "preset.toml"
     preset.write_text(PRESET)
-    words = shlex.split(small.words.format(folder=tmp_path, preset=preset))
+    words = ["--small", *shlex.split(small.words.format(folder=tmp_path, preset=preset))]
     if small.contenders:
         words += ["--contenders", *small.contenders]
     changes: dict[str, Any] = {} if small.warm_up is None else {"warm_up": small.warm_up}
@@ -296,6 +307,14 @@ def test_question(case: str, tmp_path: Path) -> None:
     assert record["page"].startswith("# ")
     if small.check is not None:
         small.check(record, tmp_path)
+
+
+def test_every_question_is_asked() -> None:
+    """In a row, or by a test of these files."""
+    files = [file.read_text() for file in Path(__file__).parent.glob("test_*.py")]
+    asked = re.findall(r'(?:\brun\(tmp_path, |as_a_rank, |\n    )"(\w+)', "".join(files))
+    modules = [*(ROOT / "benchmarks").glob("*.py")]
+    assert {each.stem for each in modules if "\nQUESTION = " in each.read_text()} <= {*asked}
 
 
 def test_growth_by_torchrun(tmp_path: Path) -> None:
@@ -318,26 +337,13 @@ def test_growth_by_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "flags", "peer"),
-    [
-        ("gpt2_124m", GPT2, "plain torch, compiled"),
-        (
-            "llama_1b",
-            f"{LLAMA} --num-attention-heads 4 --num-query-groups 2",
-            "transformers, compiled",
-        ),
-    ],
+    ("preset", "peer"),
+    [("gpt2_124m", "plain torch, compiled"), ("llama_1b", "transformers, compiled")],
 )
-def test_peers_that_compile(preset: str, flags: str, peer: str) -> None:
+def test_peers_that_compile(preset: str, peer: str) -> None:
     """They are the same model, drawn on the device; not compiled here, which takes minutes."""
-    found = train_step.contenders(
-        Flags(contenders=(OURS, peer)),
-        (preset,),
-        ("fp32",),
-        (1,),
-        program_flags=flags,
-        fast_weights=True,
-    )
+    flags = Flags(contenders=(OURS, peer), small=True)
+    found = train_step.contenders(flags, (preset,), ("fp32",), fast_weights=True)
     with torch.compiler.set_stance("force_eager"):
         turns = [each.run(Rank(), **each.arguments) for each in found]
         ours, its = ([float((turn() or {})["loss"]) for _ in range(3)] for turn in turns)
@@ -359,15 +365,6 @@ def test_more_than_one_read_of_a_step_is_a_failure(reads: int) -> None:
     only = {"group": "step", "name": "host reads", "first": "host reads", "reason": "", "facts": {}}
     found = Results(activations.QUESTION, {"contenders": [only | {"rounds": [{"reads": reads}]}]})
     assert bool(activations.QUESTION.failure(found)) is (reads > 1)
-
-
-@pytest.mark.skipif(find_spec("megatron.core") is None, reason="megatron-core is not installed")
-def test_megatron_core(tmp_path: Path) -> None:
-    words = ["--presets", "quickstart", "--dtypes", "fp32", "--tensor-parallel", 1, 2]
-    words += [f"--program-flags={GPT2}", "--contenders", OURS, "Megatron-Core"]
-    record = run(tmp_path, "train_step", *words)
-    for size in (1, 2):
-        assert figures(record, "Megatron-Core", f"quickstart, fp32, t = {size}")["peak_bytes"] > 0
 
 
 def test_losses_of_commits_are_compared_without_dropout() -> None:
