@@ -8,61 +8,45 @@ import pytest
 from benchmarks.watched import watched
 from tests.dist import PATIENCE
 
-BURN = "import time\nwhile time.process_time() < {}: pass\n"
-HOLD = "import time; held = b'x' * {}; time.sleep({})"
-TOGETHER = HOLD.format(80_000_000, PATIENCE)
-START = "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', '''{}''']{})\n"
-APART = ", start_new_session=True"
-POOL = """
+# A fork server, and two of its processes that hold 50 MB each at the same time.
+TOGETHER = """
 import time
 from multiprocessing import get_context
-def burn(seconds):
-    start = time.process_time()
-    while time.process_time() - start < seconds: pass
+def work(barrier):
+    held, start = b'x' * 50_000_000, time.process_time()
+    barrier.wait()
+    while time.process_time() - start < 0.3: pass
 if __name__ == '__main__':
-    with get_context('forkserver').Pool(2) as pool:
-        pool.map(burn, [0.3] * 3)
+    context = get_context('forkserver')
+    barrier = context.Barrier(2)
+    both = [context.Process(target=work, args=(barrier,)) for _ in range(2)]
+    for each in both: each.start()
+    for each in both: each.join()
+"""
+LEFT = "import os, time; open({0!r}, 'w').write(str(os.getpid())); time.sleep({1})"
+LEAVES = """
+import os, subprocess, sys
+subprocess.Popen([sys.executable, '-c', {0!r}], start_new_session=True)
+while not os.path.exists({1!r}): pass
 """
 
 
-def test_cpu_seconds_are_those_of_all_processes(tmp_path: Path) -> None:
-    code = START.format(BURN.format(0.4), APART) + BURN.format(0.4)
-    assert watched("-c", code + "child.wait()")["cpu"] >= 0.8
-    file = tmp_path / "pool.py"  # a fork server and its workers
-    file.write_text(POOL)
-    assert watched(file)["cpu"] >= 0.9
-
-
-def test_memory_is_that_of_all_processes_at_a_time() -> None:
-    hold = HOLD.format(50_000_000, 3)
-    used = watched("-c", START.format(hold, "") + hold + "; child.wait()")
-    assert 100e6 < used["peak_bytes"] < 150e6
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "held = b'x' * 10**9",
-        START.format("x = b'x' * 10**9", "") + "sys.exit(child.wait())",
-        START.format(TOGETHER, "") + TOGETHER,
-    ],
-    ids=["one", "its child", "both together"],
-)
-def test_no_program_gets_more_than_the_limit(code: str) -> None:
+def test_seconds_and_memory_are_those_of_all_processes_and_the_limit_is(tmp_path: Path) -> None:
+    """benchmarks/test_corpus.py has a process that alone exceeds the limit."""
+    file = tmp_path / "together.py"
+    file.write_text(TOGETHER)
+    used = watched(file)
+    assert used["cpu"] >= 0.6
+    assert 100e6 < used["peak_bytes"] < 200e6
     with pytest.raises(MemoryError):
-        watched("-c", code, limit=10**8)
+        watched(file, limit=90_000_000)
 
 
-def test_what_is_left_behind_ends_and_counts(tmp_path: Path) -> None:
-    file = tmp_path / "process"
-    code = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid()))\n" + BURN.format(
-        PATIENCE
-    )
-    wait = f"import os, time\nwhile not os.path.exists({str(file)!r}): time.sleep(0.01)\n"
-    used = watched("-c", START.format(code, APART) + wait + BURN.format(0.5))
-    assert used["cpu"] > 0.5
+def test_what_is_left_behind_ends(tmp_path: Path) -> None:
+    file = str(tmp_path / "process")
+    watched("-c", LEAVES.format(LEFT.format(file, PATIENCE), file))
     with pytest.raises(ProcessLookupError):
-        os.kill(int(file.read_text()), 0)
+        os.kill(int(Path(file).read_text()), 0)
 
 
 def test_a_failure_says_status_and_output() -> None:
