@@ -4,7 +4,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from math import inf
 from pathlib import Path
@@ -18,6 +18,7 @@ from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank
 from benchmarks.processes import Agents, Running, measure, timed
 from benchmarks.report import Results, cell, write_page
 from tests.benchmarks import small_question
+from tests.benchmarks.run import forked
 from tests.benchmarks.small_question import failing, hungry, on_a_gpu, steady, working
 from tests.refusals import field_of, refusal
 
@@ -29,6 +30,13 @@ COLUMNS = (
     Column("the first over it", "number", "{:.2f}", "first / its"),
     Column("less the first", lambda own, first: own["number"] - first.get("number", 0)),
 )
+
+
+@pytest.fixture(autouse=True)
+def starts(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Processes are forked, but where the memory of a new one counts."""
+    with nullcontext() if "memory" in request.node.name else forked():
+        yield
 
 
 def question(

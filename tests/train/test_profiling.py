@@ -38,7 +38,6 @@ def profiled(folder: Path, layout: str) -> list[Parts]:
     ("layout", "part"),
     [
         ("serial", None),
-        ("tensor=2", "communication, tensor"),
         ("tensor=2,sequence", "communication, tensor"),
         ("pipeline=2", IDLE),
         ("context=2:p2p", "communication, context"),

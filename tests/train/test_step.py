@@ -252,7 +252,7 @@ def test_a_rank_may_have_no_counted_token(gloo: Pool) -> None:
 def curve(tensor_size: int, dtype: torch.dtype) -> list[float]:
     """Losses of 30 steps on the same 4 samples, which the model learns by heart."""
     state = tiny_state(mesh_of_ranks(tensor_size), dtype=dtype)
-    batches = micro_batches(samples(4), state.mesh, 1)
+    batches = micro_batches(samples(4), state.mesh, 4)
     return [train_step(state, batches, 5e-3).loss for _ in range(30)]
 
 
