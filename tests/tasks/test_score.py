@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.train import evaluate
 from megatron.train.evaluate import batch_of
 from tasks.protocol import Scores, Sliding, Window
 from tasks.score import score_windows
@@ -73,7 +74,7 @@ def assert_equal(scores: Scores, expected: Scores) -> None:
         assert one.tolist() == other.tolist(), name
 
 
-def test_scores_at_any_layout(gloo: Pool) -> None:
+def test_scores_at_any_layout(gloo: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(mesh_of_ranks(1))
     rows = []
     for window in windows_of_text():  # one at a time, without padding, by torch's own functions
@@ -93,6 +94,8 @@ def test_scores_at_any_layout(gloo: Pool) -> None:
     for world, tensor_size in ((4, 2), (4, "4:2d"), (4, "tensor=2,context=2:p2p")):
         for scores in gloo.run(world, scored, tensor_size, 4):
             assert_equal(scores, expected)
+    monkeypatch.setattr(evaluate, "SCORED_AT_ONCE", 7)
+    assert_equal(scored(1, 3), expected)
 
 
 def all_figures(rows: list[list[str]], tensor_size: int | str, micro_batch_size: int) -> list[Any]:
