@@ -347,4 +347,5 @@ def test_wandb_out_of_reach(tmp_path: Path) -> None:
     for each in kept:
         content = each.read_bytes()
         assert b"the first" in content
+        assert KEY.encode() not in content
         assert metric.SerializeToString() in content
