@@ -268,7 +268,7 @@ class Flags:
     """Device to compute on."""
 
     small: bool = False
-    """A miniature, to try it; other flags win."""
+    """A miniature, to try it, of a question that has large sizes; other flags win."""
 
     until: float | None = None
     """Unix time in seconds after which unfinished contenders are left out."""
