@@ -51,7 +51,7 @@ train_iters = 10
 """
 OURS = "this project"
 MEGATRON_CORE = ("Megatron-Core",) if find_spec("megatron.core") else ()
-PYTHON = shlex.quote(sys.executable)
+ALONE = f"env RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=0 {sys.executable}"
 PLAIN_DDP = f"{useful_time.COMMANDS[useful_time.PEER]} --num-layers 1 --hidden-size 32 "
 PLAIN_DDP += "--seq-length 16 --vocab-size 64"
 Record = dict[str, Any]
@@ -202,8 +202,8 @@ def of_planned(record: Record, folder: Path) -> None:
 
 
 class Small(NamedTuple):
-    """A question in miniature: its words, the contenders to run (all by default), and what is known
-    of their figures."""
+    """A question with --small: further words, the contenders to run (all by default), and what is
+    known of their figures."""
 
     words: str = ""
     contenders: tuple[str, ...] = ()
@@ -280,7 +280,7 @@ QUESTIONS = {  # the file's name, and after a blank the case
         (useful_time.PEER,),
         of_useful_time,
         patches={
-            "TORCHRUN": f"env RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=0 {PYTHON}",
+            "TORCHRUN": ALONE,
             "COMMANDS": dict.fromkeys(useful_time.COMMANDS, PLAIN_DDP),
         },
     ),
