@@ -23,7 +23,7 @@ MASKED_MULTIPLE = 16
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     kind: str  # gpt2, bert, llama, vit; of transformers qwen3 and gpt_neox, too
-    unmodified: bool  # a model of transformers, by a plan
+    of_a_user: bool  # a model of transformers, by a plan, or one of our layers
     post_norm: bool
     untied: bool
     recompute: str
@@ -139,7 +139,7 @@ def matmul_flops(x: Shape) -> int:
         return x.m * (x.layers * (3 * layer + again) + patches + of_head)
     if x.kind != "bert":
         heads = 2 * n * h * x.v // t
-    elif x.unmodified:  # which transforms all tokens, and of which no head tells pairs apart
+    elif x.of_a_user:  # which transforms all tokens, and of which no head tells pairs apart
         heads = 2 * x.k * h * x.v // t + 2 * n * h * h
     else:  # in 1D all but the logits is small, and whole on every rank
         heads = 2 * x.k * h * x.v // t + (2 * x.k * h * h + 2 * x.b * h * (h + 2)) // x.columns
@@ -166,7 +166,7 @@ def parameters(x: Shape) -> tuple[Parameters, Parameters, Parameters]:
         (h * f // shares, ""),
         *[(h // x.a, "heads")] * 2 * (x.kind == "qwen3"),  # norms of a query's and a key's head
     ]
-    is_split = x.unmodified and x.kind == "bert"
+    is_split = x.of_a_user and x.kind == "bert"
     biased = [
         *norm,
         (3 * h * h // shares, ""),
@@ -200,7 +200,7 @@ def parameters(x: Shape) -> tuple[Parameters, Parameters, Parameters]:
         square = [(h * own // x.e, ""), (own, "heads of BERT")]
         after += [*square, *[(own, "heads of BERT")] * 2, (x.v // t, "heads of BERT")]
         order = [*square, (2 * own, "heads of BERT"), (2, "heads of BERT")]
-        after += [] if x.unmodified else order
+        after += [] if x.of_a_user else order
     return before, layer if x.is_llama else biased, after
 
 

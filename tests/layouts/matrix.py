@@ -35,6 +35,7 @@ from tests.huggingface import DROPOUT as HF_DROPOUT
 from tests.huggingface import GROUPS, HEADS, HIDDEN, MLP, hf_config
 from tests.layouts import formulas
 from tests.llama import llama_config
+from tests.models.own_kind import own_config
 from tests.tiny import (
     SEED,
     SEQUENCE,
@@ -83,7 +84,9 @@ OF_A_SIGN = 2 * LR / 0.4
 @dataclass(frozen=True)
 class Case:
     layout: str
-    model: str  # gpt2, bert, bert-post-ln, llama, llama-even, vit, vit-mean; hf-NAME: unmodified
+    # gpt2, bert, bert-post-ln, llama, llama-even, vit, vit-mean; own-kind: of models/own_kind.py;
+    # hf-NAME: unmodified
+    model: str
     options: frozenset[str] = frozenset()
     samples: int = GLOBAL_BATCH  # of a step
     layers: int = 2
@@ -103,6 +106,11 @@ class Case:
         return self.model.removeprefix("hf-") if self.model.startswith("hf-") else ""
 
     @property
+    def is_of_a_user(self) -> bool:
+        """Whether its code is not the project's, and has no stages."""
+        return bool(self.unmodified) or self.model == "own-kind"
+
+    @property
     def is_bert(self) -> bool:
         return (self.unmodified or self.model).startswith("bert")
 
@@ -116,6 +124,8 @@ class Case:
         changes: dict[str, Any] = {"make_vocab_size_divisible_by": 8, "num_layers": self.layers}
         for option in self.options:
             changes |= SETTINGS.get(option, {})
+        if self.model == "own-kind":
+            return own_config(**changes | {"num_layers": 1})
         if self.model == "gpt2":
             return tiny_config(**changes)
         if self.model.startswith("vit"):
@@ -359,7 +369,7 @@ def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> fo
         replicas = "replicas" if layout.size("data") > 1 else "context"
     if layout.depth > 1:
         replicas = "copies" if layout.size("data") > 1 else "depth"
-    if case.unmodified:
+    if case.is_of_a_user:
         config = sizes_of(case)
     is_vit = case.model.startswith("vit")
     is_ring = layout.size("context") > 1 and layout.cp_comm_type == "p2p"
@@ -369,7 +379,7 @@ def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> fo
         head = -(-head // 8) * 8  # with zeros: torch's kernels take multiples of 16 bytes
     return formulas.Shape(
         kind=config.kind,
-        unmodified=bool(case.unmodified),
+        of_a_user=case.is_of_a_user,
         post_norm=case.model in ("bert-post-ln", "hf-bert"),
         untied=getattr(config, "untie_embeddings_and_output_weights", False),
         recompute=config.recompute_granularity,
@@ -410,7 +420,12 @@ def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> fo
 
 
 def sizes_of(case: Case) -> Any:
-    """The sizes of a model of transformers, by the names that settings of our own have."""
+    """The sizes of a user's model, by the names that settings of our own have."""
+    if case.model == "own-kind":
+        own: Any = case.config
+        settings = {"ffn_size": own.ffn_size, "query_groups": own.key_value_heads}
+        untied = {"untie_embeddings_and_output_weights": True}
+        return SimpleNamespace(**vars(own) | settings | untied, kind="llama")
     is_grouped = case.unmodified in ("llama", "qwen3", "mistral")
     drops = 0.1 if "dropout" in case.options else 0.0
     return SimpleNamespace(
@@ -430,14 +445,14 @@ def sizes_of(case: Case) -> Any:
 
 def undivided(counts: Counts, x: formulas.Shape, *, on_cpu: bool) -> Iterator[str]:
     """The counts of this rank that differ from the formulas; FLOPs and saved bytes may be off by
-    2 %. Saved bytes are checked on a CPU's kernels only, and not for unmodified models, whose own
+    2 %. Saved bytes are checked on a CPU's kernels only, and not for models of users, whose own
     code between our layers decides which tensors it keeps."""
     calls, sent = formulas.traffic(x)
     pairs: dict[str, tuple[float, float]] = {
         "matmul FLOPs": (counts.matmul_flops, formulas.matmul_flops(x)),
         "parameter bytes": (counts.parameter_bytes, formulas.parameter_bytes(x)),
     }
-    if on_cpu and not x.unmodified:
+    if on_cpu and not x.of_a_user:
         pairs["saved bytes"] = (counts.saved_bytes, formulas.saved_bytes(x))
     for axis in {*calls, *counts.calls}:
         pairs[f"calls over {axis}"] = (counts.calls[axis], calls[axis])
@@ -538,9 +553,11 @@ def run_cases(
     found = {}
     for number, (case, reference) in enumerate(cases):
         of_case = [each for each in others if each.name != case.layout]
-        if case.unmodified:
+        if case.is_of_a_user:
             of_case = [e for e in of_case if e.size("pipeline") == e.size("context") == 1]
             of_case = [each for each in of_case if not each.cuts_stream and each.mode == "1d"]
+            # ZeRO stage 3 needs a list of layers.
+            of_case = [each for each in of_case if case.unmodified or each.zero < 3]
         other = of_case[number % len(of_case)]
         found[case] = failures(
             case, reference, lambda layout: meshes(layout.name), other, folder / str(number)

@@ -17,6 +17,7 @@ from tests.layouts.cover import (
     OF_CONTEXT,
     OF_IMAGES,
     OF_LLAMA,
+    OF_USERS,
     UNMODIFIED,
     case_of,
     cover,
@@ -67,7 +68,7 @@ def ranks(case: Case) -> int:
 def groups(is_full: bool) -> dict[Case, Group]:
     """The cases that run in the same call, by case."""
     cases = [*map(case_of, every_row() if is_full else cover())]
-    cases += [*UNMODIFIED, *OF_IMAGES, *OF_CONTEXT]
+    cases += [*UNMODIFIED, *OF_USERS, *OF_IMAGES, *OF_CONTEXT]
     cases = sorted(dict.fromkeys(cases), key=lambda case: (ranks(case), case.layout))
     found: dict[Case, Group] = {}
     for _, each in groupby(cases, ranks):

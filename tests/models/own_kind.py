@@ -39,6 +39,12 @@ class OwnConfig(TextModelConfig):
     """Heads of keys and values."""
 
 
+def own_config(**changes: Any) -> OwnConfig:
+    """A small one: neither 2 nor 4 ranks divide the heads of keys and values."""
+    sizes = {"num_layers": 1, "hidden_size": 48, "num_attention_heads": 12, "ffn_hidden_size": 40}
+    return OwnConfig(**(sizes | {"attention_dropout": 0.0, "hidden_dropout": 0.0} | changes))
+
+
 @dataclass(frozen=True, kw_only=True)
 class OwnDataConfig(GPT2DataConfig):
     twice: bool = False
