@@ -194,11 +194,18 @@ def test_a_layer_that_the_user_has_cut() -> None:
 
 
 @on_ranks(2)
-def test_weights_that_differ_by_rank_are_refused() -> None:
+def test_weights_that_differ_by_rank_are_named() -> None:
+    """In the first step, or where they become masters."""
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(RowParallelLinear(mesh_of_ranks(1), 4, 4), nn.Linear(4, 4))
-    buckets = GradientBuckets(model)
-    assert isinstance(refusal(lambda: run(buckets, model, torch.zeros(4)), lines=9), RuntimeError)
+    nn.init.zeros_(model[1].bias)
+    buckets, masters = GradientBuckets(model), GradientBuckets.for_master_weights
+    for make in (
+        partial(run, buckets, model, torch.zeros(4)),
+        *(partial(masters, model, zero_stage=stage, units=[model]) for stage in (1, 3)),
+    ):
+        error = refusal(make, "1.weight", kind=RuntimeError, lines=9)
+        assert "1.bias" not in str(error)
 
 
 @on_ranks(2)
