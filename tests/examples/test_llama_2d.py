@@ -3,7 +3,6 @@ torch; its own tensor parallelism is in tests/tools/convert/legacy/test_dcp.py."
 
 import json
 import os
-import shutil
 import signal
 import sys
 from argparse import Namespace
@@ -23,14 +22,7 @@ from tests import plain
 from tests.data.samples import write_tokenizer_json
 from tests.dist import Pool
 from tests.examples.test_examples import ROOT
-from tests.programs import (
-    assert_equal_bits,
-    newest,
-    run_ranks,
-    run_script,
-    start_ranks,
-    values_of,
-)
+from tests.programs import newest, run_ranks, run_script, start_ranks, values_of
 from tests.tiny import mesh_of_ranks, set_weights
 from tools import generate
 
@@ -117,40 +109,24 @@ def serial(folder: Path) -> list[float]:
     return found
 
 
-def test_two_axes_are_one_process(folder: Path, serial: list[float], tmp_path: Path) -> None:
-    """The second one fully sharded, as by default."""
-    run(folder, tmp_path / "2d", *TENSOR, world=4)
-    assert losses(tmp_path / "2d") == pytest.approx(serial, rel=1e-5)
-
-
-def test_killed_and_resumed_it_is_the_same_run(
+def test_killed_and_resumed_at_another_layout_it_is_one_process(
     folder: Path, serial: list[float], tmp_path: Path
 ) -> None:
-    """Moments, learning rate and place in the data, fully sharded in the same layout to the bit;
-    and in another one, at another stage of ZeRO."""
-    save = ("--save-interval", "3", "--save")
-    run(folder, tmp_path / "whole", *save, tmp_path / "one", world=2)
-    killed = {"world": 2, "code": -signal.SIGKILL, "killed_before": 6}
-    run(folder, tmp_path / "same", *save, tmp_path / "same_save", **killed)
-    assert newest(tmp_path / "same_save").name == "step_00000003"
-    for name in ("", "_save"):
-        shutil.copytree(tmp_path / f"same{name}", tmp_path / f"other{name}")
-    run(folder, tmp_path / "same", *save, tmp_path / "same_save", world=2)
-    other = (*TENSOR, "--zero-stage", "1", "--save", tmp_path / "other_save")
-    run(folder, tmp_path / "other", *other, world=4)
-    for name in ("same", "other"):
-        found = losses(tmp_path / name)  # steps 4 and 5 twice
-        assert found[:5] + found[7:] == pytest.approx(serial, rel=1e-5)
-        assert found[3:5] == pytest.approx(found[5:7], rel=1e-6)
-    last = [newest(tmp_path / name) for name in ("one", "same_save")]
-    assert [each.name for each in last] == [f"step_{STEPS:08d}"] * 2
-    assert_equal_bits(*last)
-    for words in (("--epochs", "3"), ("--global-batch-size", "4")):  # another run is refused
-        run(folder, tmp_path / "refused", "--save", tmp_path / "one", *words, code=2)
+    """Two axes, fully sharded as by default; then one, at another stage of ZeRO. Moments, learning
+    rate and place in the data go on."""
+    save = ("--save-interval", "3", "--save", tmp_path / "save")
+    run(folder, tmp_path, *TENSOR, *save, world=4, code=-signal.SIGKILL, killed_before=6)
+    assert newest(tmp_path / "save").name == "step_00000003"
+    run(folder, tmp_path, "--zero-stage", "1", *save, world=2)
+    found = losses(tmp_path)  # steps 4 and 5 twice
+    assert found[:5] + found[7:] == pytest.approx(serial, rel=1e-5)
+    assert found[3:5] == pytest.approx(found[5:7], rel=1e-6)
 
 
 def test_pure_bf16_keeps_bf16_alone(folder: Path, serial: list[float], tmp_path: Path) -> None:
-    words = words_of(folder, "--pure-bf16", "--save", tmp_path / "save", **OF_EXAMPLE)
+    """Data by a name are the same, too."""
+    data = ("--dataset-name", folder / "web.jsonl")
+    words = words_of(folder, "--pure-bf16", "--save", tmp_path / "save", *data, **OF_EXAMPLE)
     run_ranks(partial(example, words, tmp_path / "losses"), 1, tmp_path)
     assert losses(tmp_path) == pytest.approx(serial, rel=0.03)
     manifest = json.loads((newest(tmp_path / "save") / "manifest.json").read_text())
@@ -159,25 +135,6 @@ def test_pure_bf16_keeps_bf16_alone(folder: Path, serial: list[float], tmp_path:
     generate.main([*words, "--output", str(tmp_path / "texts.json")], {})
     (text,) = json.loads((tmp_path / "texts.json").read_text())
     assert text["prompt"] == "ab"
-
-
-def test_every_kind_of_data_is_read_alike(folder: Path, tmp_path: Path) -> None:
-    import datasets
-
-    file = str(folder / "web.jsonl")
-    datasets.Dataset.from_json(file, cache_dir=str(tmp_path)).save_to_disk(tmp_path / "saved")
-    ways = (("--data-path", file), ("--data-path", tmp_path / "saved"), ("--dataset-name", file))
-    first, *others = (llama_2d.open_data(read_flags(words_of(folder, *way))) for way in ways)
-    batch = first[0].batch(range(BATCH))
-    assert (batch.tokens[:, 0] == 0).all()  # [BOT]
-    whole = batch.tokens[~batch.is_cut]
-    assert ((whole == 1).sum(axis=1) == 1).all()  # [EOT]
-    assert 0 < len(whole) < BATCH
-    for data, tokenizer, identity in others:
-        assert identity["data"] != []
-        sizes = tokenizer.vocab_size, data.samples_per_epoch
-        assert sizes == (263, 44) == (first[1].vocab_size, 44)
-        assert (data.batch(range(BATCH)).tokens == batch.tokens).all()
 
 
 def test_the_preset_is_the_same_run(folder: Path, serial: list[float], tmp_path: Path) -> None:
