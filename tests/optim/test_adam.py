@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.adam import adam
 
+from megatron.checkpoint.format import read_checkpoint
 from megatron.config.pretrain import require_apex
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.errors import UsageError
@@ -28,6 +30,7 @@ from tests.tiny import (
     mesh_of_ranks,
     micro_batches,
     samples,
+    save_state,
     tiny_config,
     tiny_model,
     tiny_state,
@@ -169,9 +172,7 @@ def test_pure_bf16_holds_eight_bytes_a_weight() -> None:
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """By the names, signature and state of apex."""
-
-    steps = 0
+    """By the names, signature and state of apex, which needs a GPU."""
 
     def __init__(self, params: Any, *, adam_w_mode: bool, **defaults: Any) -> None:
         super().__init__(params, defaults)
@@ -179,64 +180,58 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        FusedAdam.steps += 1
         for group in self.param_groups:
-            group["step"] += 1
-            (one, two), decay = group["betas"], group["weight_decay"]
+            settings = {name: group[name] for name in ("lr", "weight_decay", "eps")}
             for p in group["params"]:
-                mean, square = self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
-                gradient = p.grad if self.is_decoupled else p.grad + decay * p
-                p.mul_(1 - group["lr"] * decay * self.is_decoupled)
-                mean.lerp_(gradient, 1 - one)
-                square.lerp_(gradient.square(), 1 - two)
-                size = (square / (1 - two ** group["step"])).sqrt() + group["eps"]
-                p.sub_(group["lr"] * mean / (1 - one ** group["step"]) / size)
+                tensors = p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
+                adam(
+                    *([each] for each in tensors),
+                    [],
+                    [torch.tensor(float(group["step"]))],
+                    **dict(zip(("beta1", "beta2"), group["betas"], strict=True)),
+                    **settings,
+                    decoupled_weight_decay=self.is_decoupled,
+                    amsgrad=False,
+                    maximize=False,
+                )
+            group["step"] += 1
 
 
 def fused_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, shape: Any, eps: float) -> Tensor:
     return F.layer_norm(x, shape, weight, bias, eps)
 
 
-def train(state: TrainState, steps: int) -> None:
-    for _ in range(steps):
-        train_step(state, [samples(4, first=state.samples)], 1e-3)
-
-
 @pytest.mark.parametrize(
-    ("saver", "loader", "decoupled"), [("torch", "apex", True), ("apex", "torch", False)]
+    ("kinds", "decoupled"), [(("torch", "apex"), True), (("apex", "torch"), False)]
 )
 def test_apex_trains_and_resumes_as_torch(
-    monkeypatch: pytest.MonkeyPatch, saver: str, loader: str, decoupled: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kinds: tuple[str, str], decoupled: bool
 ) -> None:
-    """With a stand-in for apex, which needs a GPU. The number of updates goes with the moments: it
-    is Adam's correction of its bias."""
-    norm = Mock(wraps=fused_layer_norm)
-    norms, optimizers = Mock(fused_layer_norm_affine=norm), Mock(FusedAdam=FusedAdam)
-    monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)
-    monkeypatch.setitem(sys.modules, "apex.normalization.fused_layer_norm", norms)
-    monkeypatch.setattr(FusedAdam, "steps", 0)
+    """The number of updates goes with the moments: it is Adam's correction of its bias."""
+    parts: dict[str, Any] = {"FusedAdam": FusedAdam, "fused_layer_norm_affine": fused_layer_norm}
+    kernels = Mock(**{name: Mock(wraps=each) for name, each in parts.items()})
+    for name in ("apex.optimizers", "apex.normalization.fused_layer_norm"):
+        monkeypatch.setitem(sys.modules, name, kernels)
 
-    def state_of(kind: str, seed: int = SEED) -> TrainState:
+    def trained(kind: str, steps: range, seed: int = SEED) -> TrainState:
+        """From the checkpoint of the first step, if there is one."""
         settings = {"weight_decay": 0.1, "clip_grad": 0.5, "decoupled_weight_decay": decoupled}
-        config = tiny_config(layernorm_impl=kind)
         optimizer = OptimizerConfig(optimizer_impl=kind, **settings)
-        return tiny_state(serial_mesh(), config, optimizer, dtype=torch.float32, seed=seed)
+        config = tiny_config(layernorm_impl=kind)
+        state = tiny_state(serial_mesh(), config, optimizer, dtype=torch.float32, seed=seed)
+        if steps.start:
+            state.load(read_checkpoint(saved.path))
+        for step in steps:
+            train_step(state, [samples(4, first=4 * step)], 1e-3)
+        return state
 
-    straight, first, second = state_of("torch"), state_of(saver), state_of(loader, seed=1)
-    train(straight, 4)
-    assert not FusedAdam.steps
-    assert not norm.called
-    train(first, 2)
-    saved = {each.key: each.local for each in first.slices()}
-    for each in second.slices():
-        each.local.copy_(saved[each.key])
-    second.step, second.samples = first.step, first.samples
-    second.optimizer.loaded(second.updates)
-    train(second, 2)
-    assert FusedAdam.steps == 2
-    assert norm.called
+    straight = trained("torch", range(4))
+    assert not kernels.mock_calls
+    saved = save_state(trained(kinds[0], range(2)), tmp_path)
+    resumed = trained(kinds[1], range(2, 4), seed=1)
+    assert {name for name, *_ in kernels.mock_calls} == parts.keys()
     wanted = {each.key: each.local for each in straight.slices()}
-    for each in second.slices():
+    for each in resumed.slices():
         # The gradient of a key's bias is rounding alone, which Adam makes steps of.
         if not each.key.endswith("qkv.bias"):
             assert_relative(each.local, wanted[each.key], 1e-4, each.key)

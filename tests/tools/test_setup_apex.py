@@ -27,45 +27,42 @@ def folder(tmp_path: Path) -> Path:
     stub(tmp_path / "copy" / ".venv" / "bin" / "python", PYTHON)
     (tmp_path / "copy" / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path / "copy" / "scripts")
-    for name in ("requirements.txt", "requirements-test.txt"):
-        (tmp_path / "copy" / name).touch()
+    for name in ("copy/requirements.txt", "copy/requirements-test.txt", "log"):
+        (tmp_path / name).touch()
     stub(tmp_path / "tools" / "nvcc", "#!/usr/bin/env bash\n")
     for name in ("bash", "env", "dirname", "realpath", "cat", "cmp", "rm", "tee"):
         (tmp_path / "tools" / name).symlink_to(str(shutil.which(name)))
-    stub(tmp_path / "nvidia" / "setup.py", "from setuptools import setup\n")
-    (tmp_path / "nvidia" / "apex").mkdir()
+    (tmp_path / "nvidia" / "apex").mkdir(parents=True)
+    (tmp_path / "nvidia" / "setup.py").touch()
     return tmp_path
 
 
-def setup(folder: Path, *words: str, torch: bool = True) -> subprocess.CompletedProcess[str]:
+def setup(folder: Path, *words: str, torch_status: int = 0) -> tuple[int, str, list[str]]:
+    """(status, text on stderr, all calls of pip install until now)."""
     environ = {"PATH": str(folder / "tools"), "CUDA_HOME": "/none", "LOG": str(folder / "log")}
-    environ["TORCH_STATUS"] = "0" if torch else "1"
+    environ["TORCH_STATUS"] = str(torch_status)
     command = ["bash", "copy/scripts/setup.sh", *words]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
-
-
-def installs(folder: Path) -> list[str]:
-    calls = (folder / "log").read_text().splitlines() if (folder / "log").exists() else []
-    return [call for call in calls if "-m pip install" in call]
+    ended = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+    calls = (folder / "log").read_text().splitlines()
+    return ended.returncode, ended.stderr, [call for call in calls if "-m pip install" in call]
 
 
 def test_missing_parts(folder: Path) -> None:
     (folder / "tools" / "nvcc").unlink()
-    for words, torch, missing in (
-        (["nowhere"], True, {"checkout", "nvcc"}),
-        (["nvidia"], False, {"nvcc", "torch"}),
+    for place, torch_status, missing in (
+        ("nowhere", 0, {"checkout", "nvcc"}),
+        ("nvidia", 1, {"nvcc", "torch"}),
     ):
-        ended = setup(folder, "--with-apex", *words, torch=torch)
-        assert ended.returncode == 2
-        assert {word for word in ("checkout", "nvcc", "torch") if word in ended.stderr} == missing
-    assert not installs(folder)
+        status, said, installs = setup(folder, "--with-apex", place, torch_status=torch_status)
+        assert (status, installs) == (2, [])
+        assert {word for word in ("checkout", "nvcc", "torch") if word in said} == missing
 
 
 def test_build_of_apex(folder: Path) -> None:
     for _ in range(2):  # the second time all is complete
-        assert setup(folder, "--test").returncode == 0
-        assert len(installs(folder)) == 2
-    assert setup(folder, "--with-apex", "nvidia").returncode == 0
-    build = installs(folder)[-1]
-    assert build.startswith("11 ")  # APEX_CPP_EXT and APEX_CUDA_EXT
-    assert build.endswith(f" {folder}/nvidia")
+        status, _, installs = setup(folder, "--test")
+        assert (status, len(installs)) == (0, 2)
+    status, _, installs = setup(folder, "--with-apex", "nvidia")
+    assert status == 0
+    assert installs[-1].startswith("11 ")  # APEX_CPP_EXT and APEX_CUDA_EXT
+    assert installs[-1].endswith(f" {folder}/nvidia")
