@@ -26,6 +26,7 @@ from tests import plain
 from tests.dist import Pool
 from tests.refusals import refusal
 from tests.tiny import whole_gradients, whole_slices, whole_weights, wide
+from tools.layouts.meters import counting
 
 WORDS, WIDTH, MICRO_BATCHES, STEPS, CLIP = 11, 6, 6, 2, 0.1
 
@@ -136,6 +137,7 @@ class Found(NamedTuple):
     norms: list[float]
     gradients: dict[str, Tensor]  # of the first step
     after: dict[str, Tensor]
+    flops: int = 0  # of this rank's matmuls in the last step; in the first one stages run on meta
 
 
 class Case(NamedTuple):
@@ -179,8 +181,10 @@ def train(case: Case, steps: range = range(STEPS), folder: Path | None = None) -
         api.load_checkpoint(saved, api.model_slices(model), mesh=mesh)
         api.load_optimizer(saved, model, optimizer)
     losses, norms, of_first = [], [], dict[str, Tensor]()
+    ties = [axis for bucket in gradients.tied for axis in bucket.axes]
     for step in steps:
-        losses.append(float(run_pipeline(model, gradients, own_batches(mesh, step))))
+        with counting(mesh, ties) as counts:
+            losses.append(float(run_pipeline(model, gradients, own_batches(mesh, step))))
         of_first = of_first or whole_gradients(gradients)
         norms.append(float(api.clip_grad_norm(gradients, CLIP)))
         update()
@@ -188,7 +192,7 @@ def train(case: Case, steps: range = range(STEPS), folder: Path | None = None) -
         slices = [*api.model_slices(model), *api.optimizer_slices(model, optimizer)]
         api.save_checkpoint(folder, steps.stop, slices, {}, mesh)
     after = whole_slices(optimizer.masters()) if case.zero else whole_weights(model)
-    return Found(losses, norms, of_first, after)
+    return Found(losses, norms, of_first, after, counts.matmul_flops)
 
 
 def own_batches(mesh: Mesh, step: int) -> list[Sentences]:
@@ -275,10 +279,16 @@ def expected() -> Found:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_layout_gives_the_numbers_of_one_process(
+def test_every_layout_gives_the_numbers_of_one_process_and_divides_the_work(
     case: Case, expected: Found, gloo: Pool
 ) -> None:
-    assert_equal(gloo.run(case.world, train, case), expected)
+    ranks = gloo.run(case.world, train, case)
+    assert_equal(ranks, expected)
+    # The tensor axis divides two blocks of two matrices, which a step multiplies thrice.
+    tokens = sum(micro_batch(number).tokens.size for number in range(MICRO_BATCHES))
+    of_blocks = 2 * 2 * 3 * 2 * tokens * WIDTH * 4 * WIDTH
+    whole = case.tensor * train(Case()).flops - (case.tensor - 1) * of_blocks
+    assert sum(each.flops for each in ranks) == whole
 
 
 @pytest.mark.parametrize(
