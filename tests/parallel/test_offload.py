@@ -27,6 +27,7 @@ from tests.bert import bert_config, bert_samples
 from tests.dist import on_ranks
 from tests.huggingface import hf_config
 from tests.llama import llama_config
+from tests.parallel.test_parallelize import Layers
 from tests.refusals import refusal
 from tests.tiny import (
     live_memories,
@@ -194,30 +195,18 @@ def test_activations_leave_the_device() -> None:
             assert kept_on_device(granularity, True, stage) == 0
 
 
-class Own(nn.Module):
-    """As users write them, of torch's modules alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = partial(nn.TransformerEncoderLayer, 32, 2, 64, dropout=0.1, batch_first=True)
-        self.into, self.head = nn.Linear(8, 32), nn.Linear(32, 8)
-        self.layers = nn.ModuleList(layer() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.into(x)
-        for layer in self.layers:
-            x = layer(x)
-        y: Tensor = self.head(x)
-        return y
-
-
 def own_steps(stage: int, order: str, left_out: int = 0) -> tuple[list[Tensor], list[int]]:
     """(masters after two steps of two micro-batches, bytes on the host after each forward).
 
     order: offload before ("first") or after GradientBuckets; empty: none. left_out: so many layers
     are not units."""
     torch.manual_seed(1)
-    model, mesh, held = Own().double(), mesh_of_ranks(1), list[int]()
+    layer = partial(nn.TransformerEncoderLayer, 32, 2, 64, dropout=0.1, batch_first=True)
+    parts = {"into": nn.Linear(8, 32), "layers": nn.Sequential(*(layer() for _ in range(3)))}
+    model = Layers(
+        lambda m, x: m.head(m.layers(m.into(x))), **parts, head=nn.Linear(32, 8)
+    ).double()
+    mesh, held = mesh_of_ranks(1), list[int]()
     model.into.requires_grad_(False)  # then no gradient leaves the first layer
     units = list(model.layers[left_out:]) if left_out else None
     if order == "first":
