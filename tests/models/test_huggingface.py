@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,21 +13,18 @@ from torch import Tensor
 from megatron.config.model import LlamaConfig, ModelConfig
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.build import build_model
-from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.compare import KeepFP64
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import gather_whole, sharding_specs
 from megatron.train.executor import on_device
 from tests import plain
 from tests.bert import bert_config, bert_samples
-from tests.dist import Pool
 from tests.llama import llama_config
 from tests.tiny import (
     SEQUENCE,
     VOCABULARY,
     assert_gradients,
     assert_relative,
-    mesh_of_ranks,
     run_whole,
     samples,
     scatter_weights,
@@ -71,9 +67,9 @@ def their_logits(model: Any, batch: GPT2Batch) -> Tensor:
     return found
 
 
-def our_text(model: Any, mesh: Mesh, batch: GPT2Batch) -> list[Tensor]:
+def our_text(model: Any, batch: GPT2Batch) -> list[Tensor]:
     with torch.no_grad():
-        logits = gather_from(model(on_device(batch, CPU)), -1, mesh.tensor)[:, :VOCABULARY]
+        logits = model(on_device(batch, CPU))[:, :VOCABULARY]
     summed_loss(model, batch, CPU)[0].backward()
     return [logits.view(*batch.tokens.shape, -1)]
 
@@ -90,10 +86,10 @@ def their_bert(model: Any, batch: Any) -> list[Tensor]:
     return [found.prediction_logits[MOVED.is_real].detach(), found.seq_relationship_logits.detach()]
 
 
-def our_bert(model: Any, mesh: Mesh, batch: Any) -> list[Tensor]:
+def our_bert(model: Any, batch: Any) -> list[Tensor]:
     with torch.no_grad():
         masked, in_order = model(MOVED)
-    masked = gather_from(masked, -1, mesh.tensor)[MOVED.is_real.flatten(), :VOCABULARY]
+    masked = masked[MOVED.is_real.flatten(), :VOCABULARY]
     loss_scales = 1 / torch.tensor(model.denominators(BATCH), dtype=torch.float64)
     run_whole(model, model, BATCH, CPU, loss_scales).sum().backward()
     return [masked, in_order]
@@ -106,7 +102,7 @@ class Kind(NamedTuple):
     config: ModelConfig
     their_name: str
     theirs: Callable[[Any, Any], list[Tensor]] = their_text
-    ours: Callable[[Any, Mesh, Any], list[Tensor]] = our_text
+    ours: Callable[[Any, Any], list[Tensor]] = our_text
     batch: Any = samples(3)
 
 
@@ -200,57 +196,21 @@ def by_our_names(kind: Kind, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-class Outcome(NamedTuple):
-    weights: dict[str, Tensor]
-    logits: list[Tensor]
-    gradients: dict[str, Tensor]
-
-
-@cache
-def theirs(name: str, dtype: torch.dtype) -> Outcome:
-    kind = KINDS[name]
-    model = their_model(kind, dtype)
-    logits = kind.theirs(model, kind.batch)
-    named = dict(model.named_parameters())
-    weights, gradients = (
-        by_our_names(kind, {each: value(parameter) for each, parameter in named.items()})
-        for value in (Tensor.detach, lambda parameter: parameter.grad)
-    )
-    return Outcome(weights, logits, gradients)
-
-
-def ours(weights: dict[str, dict[str, Tensor]], tensor_size: int) -> dict[str, Outcome]:
-    """The outcome of each kind on this rank, the gradients whole."""
-    mesh, found = mesh_of_ranks(tensor_size), {}
-    for name, own in weights.items():
-        kind, dtype = KINDS[name], next(iter(own.values())).dtype
-        model = build_model(kind.config, mesh, VOCABULARY, seed=1, dtype=dtype)
-        scatter_weights(model, own)
-        logits = kind.ours(model.eval(), mesh, kind.batch)
-        table = sharding_specs(model)
-        parameters = dict(model.named_parameters())
-        for parameter_name, spec in table.items():  # of heads that several ranks use
-            for axis in spec.partial:
-                all_reduce(parameters[parameter_name].grad, axis)
-        gradients = {n: gather_whole(p.grad, table[n]) for n, p in parameters.items()}
-        found[name] = Outcome({}, logits, gradients)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("dtype", "tensor_size"),
-    [(torch.float64, 1), (torch.float64, 4), (torch.float32, 2)],
-)
-def test_logits_and_gradients_are_those_of_transformers(
-    gloo: Pool, dtype: torch.dtype, tensor_size: int
-) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", KINDS)
+def test_logits_and_gradients_are_those_of_transformers(name: str, dtype: torch.dtype) -> None:
+    """In one process, which the matrix compares layouts with."""
     assert not MOVED.is_real.all(), "some sequences should be padded"
-    wanted = {name: theirs(name, dtype) for name in KINDS}
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-    weights = {name: each.weights for name, each in wanted.items()}
-    for of_rank in gloo.run(tensor_size, ours, weights, tensor_size):
-        for name, (_, logits, gradients) in of_rank.items():
-            for each, other in zip(logits, wanted[name].logits, strict=True):
-                assert each.shape == other.shape
-                assert_relative(each, other, tolerance, name)
-            assert_gradients(gradients, wanted[name].gradients, 10 * tolerance)
+    kind, tolerance = KINDS[name], 1e-12 if dtype == torch.float64 else 1e-5
+    theirs = their_model(kind, dtype)
+    wanted = kind.theirs(theirs, kind.batch)
+    named = dict(theirs.named_parameters())
+    model = build_model(kind.config, serial_mesh(), VOCABULARY, seed=1, dtype=dtype)
+    scatter_weights(model, by_our_names(kind, {n: p.detach() for n, p in named.items()}))
+    for each, other in zip(kind.ours(model.eval(), kind.batch), wanted, strict=True):
+        assert each.shape == other.shape
+        assert_relative(each, other, tolerance)
+    table = sharding_specs(model)
+    gradients = {n: gather_whole(p.grad, table[n]) for n, p in model.named_parameters()}
+    expected = by_our_names(kind, {n: p.grad for n, p in named.items()})
+    assert_gradients(gradients, expected, 10 * tolerance)
