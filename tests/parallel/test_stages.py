@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -26,6 +25,7 @@ from tests import plain
 from tests.dist import Pool
 from tests.refusals import refusal
 from tests.tiny import whole_gradients, whole_slices, whole_weights, wide
+from tools.layouts.layout import Layout, parse_layout
 from tools.layouts.meters import counting
 
 WORDS, WIDTH, MICRO_BATCHES, STEPS, CLIP = 11, 6, 6, 2, 0.1
@@ -140,35 +140,28 @@ class Found(NamedTuple):
     flops: int = 0  # of this rank's matmuls in the last step; in the first one stages run on meta
 
 
-class Case(NamedTuple):
-    """pipeline: ranks. The data axis takes what the tensor axis leaves of the world. zero: the
-    stage of ZeRO."""
-
-    world: int = 1
-    pipeline: int = 1
-    virtual: int = 1
-    schedule: str | None = None
-    tensor: int = 1
-    zero: int = 0
+def layout_of(name: str) -> Layout:
+    """Also of virtual stages on one rank, which no command has."""
+    return Layout(virtual=4) if name == "virtual=4" else parse_layout(name)
 
 
-def build(case: Case, **changes: Any) -> PipelineModel:
-    mesh = api.serial_mesh()
-    if dist.is_initialized():
-        mesh = api.build_mesh({"pipeline": case.pipeline, "tensor": case.tensor}, "cpu")
-    settings: dict[str, Any] = {"ties": TIES, "virtual": case.virtual, "schedule": case.schedule}
+def build(name: str = "serial", **changes: Any) -> PipelineModel:
+    """name: of a layout, as all that are given here."""
+    layout = layout_of(name)
+    mesh = layout.mesh(torch.device("cpu"))
+    settings = {"ties": TIES, "virtual": layout.virtual, "schedule": layout.schedule}
     stages = changes.pop("makers", makers)(mesh)
     with wide():
         return PipelineModel(mesh, stages, loss, counted, seed=1, **settings | changes)
 
 
-def train(case: Case, steps: range = range(STEPS), folder: Path | None = None) -> Found:
+def train(name: str, steps: range = range(STEPS), folder: Path | None = None) -> Found:
     """With a folder it resumes from what is saved there, and saves the end there."""
-    model = build(case)
+    model, zero = build(name), layout_of(name).zero
     mesh = model.mesh
     optimizer: Any = None
-    if case.zero:
-        gradients = GradientBuckets.for_master_weights(model, 2048, zero_stage=case.zero)
+    if zero:
+        gradients = GradientBuckets.for_master_weights(model, 2048, zero_stage=zero)
         # As AdamW's defaults.
         config = api.OptimizerConfig(weight_decay=0.01, decay_biases_and_norms=True, lr=0.01)
         optimizer = api.MasterWeights(gradients, config)
@@ -191,7 +184,7 @@ def train(case: Case, steps: range = range(STEPS), folder: Path | None = None) -
     if folder is not None:
         slices = [*api.model_slices(model), *api.optimizer_slices(model, optimizer)]
         api.save_checkpoint(folder, steps.stop, slices, {}, mesh)
-    after = whole_slices(optimizer.masters()) if case.zero else whole_weights(model)
+    after = whole_slices(optimizer.masters()) if zero else whole_weights(model)
     return Found(losses, norms, of_first, after, counts.matmul_flops)
 
 
@@ -259,65 +252,71 @@ def assert_equal(
             close(own[name], value, msg=lambda text, name=name: f"{name}: {text}")
 
 
-CASES = [
-    Case(),
-    Case(virtual=4),
-    Case(2, 2),
-    Case(2, 2, 2),
-    Case(2, 2, schedule="gpipe"),
-    Case(4, 4, schedule="zb-h1"),
-    Case(4, 2, 2, tensor=2),
-    Case(4, 2, 2, zero=1),
-    Case(2, zero=2),
-    Case(4, tensor=2, zero=3),
+LAYOUTS = [
+    "serial",
+    "virtual=4",
+    "pipeline=2",
+    "pipeline=2,virtual=2",
+    "pipeline=2,schedule=gpipe",
+    "pipeline=4,schedule=zb-h1",
+    "tensor=2,pipeline=2,virtual=2",
+    "data=2,pipeline=2,virtual=2,zero=1",
+    "data=2,zero=2",
+    "tensor=2,data=2,zero=3",
 ]
+
+
+def on_ranks(gloo: Pool, function: Callable[..., Any], name: str, *arguments: Any) -> list[Any]:
+    return gloo.run(layout_of(name).ranks, function, name, *arguments)
 
 
 @pytest.fixture(scope="module")
 def expected() -> Found:
-    return plain_run(whole_weights(build(Case())))
+    return plain_run(whole_weights(build()))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_gives_the_numbers_of_one_process_and_divides_the_work(
-    case: Case, expected: Found, gloo: Pool
+    name: str, expected: Found, gloo: Pool
 ) -> None:
-    ranks = gloo.run(case.world, train, case)
+    ranks = on_ranks(gloo, train, name)
     assert_equal(ranks, expected)
     # The tensor axis divides two blocks of two matrices, which a step multiplies thrice.
     tokens = sum(micro_batch(number).tokens.size for number in range(MICRO_BATCHES))
     of_blocks = 2 * 2 * 3 * 2 * tokens * WIDTH * 4 * WIDTH
-    whole = case.tensor * train(Case()).flops - (case.tensor - 1) * of_blocks
+    tensor = layout_of(name).size("tensor")
+    whole = tensor * train("serial").flops - (tensor - 1) * of_blocks
     assert sum(each.flops for each in ranks) == whole
 
 
 @pytest.mark.parametrize(
-    ("saved", "resumed"), [(Case(2, 2, 2), Case(4, 2, tensor=2)), (Case(2, 2), Case())], ids=str
+    ("saved", "resumed"),
+    [("pipeline=2,virtual=2", "tensor=2,pipeline=2"), ("pipeline=2", "serial")],
 )
 def test_a_checkpoint_goes_on_at_another_layout(
-    saved: Case, resumed: Case, expected: Found, gloo: Pool, tmp_path: Path
+    saved: str, resumed: str, expected: Found, gloo: Pool, tmp_path: Path
 ) -> None:
-    gloo.run(saved.world, train, saved, range(1), tmp_path)
-    ranks = gloo.run(resumed.world, train, resumed, range(1, STEPS), tmp_path)
+    on_ranks(gloo, train, saved, range(1), tmp_path)
+    ranks = on_ranks(gloo, train, resumed, range(1, STEPS), tmp_path)
     assert_equal(ranks, expected, slice(1, None), of_first=False)
 
 
-def evaluate(case: Case) -> float:
-    model = build(case)
+def evaluate(name: str) -> float:
+    model = build(name)
     data: Any = SimpleNamespace(samples_per_epoch=100, batch=lambda numbers: micro_batch(*numbers))
     (mean,) = mean_losses(model, model, data, 5, 1, model.mesh, model.pipeline).values()
     return mean
 
 
 def test_evaluation_is_the_same_at_every_layout(gloo: Pool) -> None:
-    one = evaluate(Case())
-    for case in (Case(2, 2), Case(2, 2, 2)):
-        assert gloo.run(case.world, evaluate, case) == pytest.approx([one] * case.world, rel=1e-12)
+    one = evaluate("serial")
+    for name in ("pipeline=2", "pipeline=2,virtual=2"):
+        assert on_ranks(gloo, evaluate, name) == pytest.approx([one] * 2, rel=1e-12)
 
 
-def in_bf16(case: Case) -> tuple[list[torch.dtype], float]:
+def in_bf16(name: str) -> tuple[list[torch.dtype], float]:
     """By model.to() after it is built."""
-    model = build(case).to(torch.bfloat16)
+    model = build(name).to(torch.bfloat16)
     batches = [
         Sentences(tokens=each.tokens, counted=each.counted.astype(np.float32))
         for each in own_batches(model.mesh, 0)
@@ -327,8 +326,8 @@ def in_bf16(case: Case) -> tuple[list[torch.dtype], float]:
 
 
 def test_a_model_in_bf16_passes_bf16(gloo: Pool) -> None:
-    _, one = in_bf16(Case())
-    for dtypes, loss in gloo.run(2, in_bf16, Case(2, 2)):
+    _, one = in_bf16("serial")
+    for dtypes, loss in on_ranks(gloo, in_bf16, "pipeline=2"):
         assert set(dtypes) == {torch.bfloat16}
         assert loss == pytest.approx(one, rel=1e-6)
 
@@ -352,10 +351,10 @@ class Sum(PipelineStage):
         return self.logits(*inputs), *inputs
 
 
-def train_around_an_empty_stage(case: Case) -> tuple[float, float, list[str]]:
+def train_around_an_empty_stage(name: str) -> tuple[float, float, list[str]]:
     """(loss, norm, parameters of the last stage that are named on standard error)."""
     ties = [tie("spare", "0.embedding.weight", "2.spare.weight")]
-    model = build(case, makers=lambda mesh: [Words, Add, Sum], ties=ties)
+    model = build(name, makers=lambda mesh: [Words, Add, Sum], ties=ties)
     gradients, printed = GradientBuckets(model), StringIO()
     with redirect_stderr(printed):
         for _ in range(2):
@@ -365,9 +364,9 @@ def train_around_an_empty_stage(case: Case) -> tuple[float, float, list[str]]:
 
 
 def test_a_stage_without_parameters(gloo: Pool) -> None:
-    *one, named = train_around_an_empty_stage(Case())
+    *one, named = train_around_an_empty_stage("serial")
     assert named == ["stages.2.spare.bias"]
-    for rank, found in enumerate(gloo.run(3, train_around_an_empty_stage, Case(3, 3))):
+    for rank, found in enumerate(on_ranks(gloo, train_around_an_empty_stage, "pipeline=3")):
         assert found[:2] == pytest.approx(one, rel=1e-12)
         assert found[2] == named * (rank == 0)
 
@@ -411,7 +410,7 @@ BAD: dict[str, dict[str, Any]] = {
 
 
 def run_one(zero: int = 0, **changes: Any) -> None:
-    model = build(Case(2, 2), **changes)
+    model = build("pipeline=2", **changes)
     gradients = GradientBuckets(model)
     if zero:
         gradients = GradientBuckets.for_master_weights(model, zero_stage=zero)
