@@ -56,7 +56,7 @@ def deduplicate(name: str, shards: Path, texts: dict[str, str]) -> tuple[set[str
     """(ids of the documents kept, figures)"""
     if name == OURS:
         with TemporaryDirectory() as folder:
-            words = ["-m", "tools.corpus.dedup", "--input", shards, "--output", folder]
+            words = ["tools/corpus.py", "dedup", "--input", shards, "--output", folder]
             used = watched(*words, "--workers", 1)
             return {each["id"] for each in read(Path(folder), "part-*")}, used
     index = datasketch.MinHashLSH(num_perm=128, params=(25, 5))

@@ -1,6 +1,6 @@
 """Steps of the corpus pipeline against size.
 
-The text is generated (`corpus_generator.py`). Steps run one by one (`python -m tools.corpus run
+The text is generated (`corpus_generator.py`). Steps run one by one (`python tools/corpus.py run
 FILE --until STEP`, each on the previous step's output), with two workers; the chain is the same in
 one command, without its estimate. Memory is that of all processes of a step together (anonymous and
 shared, no pages of files); a step that exceeds the limit is ended, and the run fails
@@ -55,7 +55,7 @@ def run(rank: Rank, step: str, size: str, folder: str, given: Figures) -> Turn:
     output = filled = made / (CHAIN if step == CHAIN else "steps")
     settings = output.with_suffix(".toml")
     settings.write_text(describe(made / "shards", output, given))
-    words: list[object] = ["-m", "tools.corpus", "run", settings, "--no-plan"]
+    words: list[object] = ["tools/corpus.py", "run", settings, "--no-plan"]
     if step != CHAIN:
         if before := steps[: steps.index(step)]:
             watched(*words, "--until", before[-1], limit=limit)  # finished steps are not repeated

@@ -98,7 +98,7 @@ def disturbed(rank: Rank, name: str, words: list[str], faults: str, folder: str,
     def turn() -> Figures:
         base.mkdir(parents=True, exist_ok=True)
         file.write_text(faults)
-        command = [sys.executable, "-m", "tools.chaos", *map(str, options), "--", *words]
+        command = [sys.executable, "tools/chaos.py", *map(str, options), "--", *words]
         run = subprocess.Popen(
             command,
             cwd=ROOT,

@@ -13,6 +13,7 @@ import pytest
 from megatron.config.parse import parse, parse_call
 from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
 from megatron.models.registry import find_kind, take_kind
+from tools.corpus.__main__ import MODULES
 from tools.corpus.settings import parse_settings
 from tools.plan import __main__ as plan
 
@@ -44,6 +45,8 @@ def parse_words(name: str, words: Sequence[str]) -> Any:
     path = name if name.endswith((".py", ".sh")) else f"{name.replace('.', '/')}.py"
     folder = ROOT / path.removesuffix(".py")
     assert (ROOT / path).is_file() or (folder / "__main__.py").is_file()
+    if path == "tools/corpus.py":
+        return parse_settings(MODULES[words[0]], words[1:])
     if path.endswith(".sh"):
         text = (ROOT / path).read_text()
         assert not [word for word in words if word.startswith("--") and word not in text]
@@ -65,8 +68,6 @@ def parse_words(name: str, words: Sequence[str]) -> Any:
         return parse(program, words, {})
     if hasattr(module, "QUESTION"):
         return parse_call(module.QUESTION.contenders, words, {})
-    if path.startswith("tools/corpus/"):
-        return parse_settings(module.__name__, words)
     if hasattr(module, "Settings"):
         return parse(module.Settings, words, {})
     if hasattr(module, "options_of"):

@@ -1,7 +1,7 @@
 """Say where two runs part: in their settings, in their figures, or in the modules of the model.
 
-    python -m tools.compare_runs runs/a runs/b
-    python -m tools.compare_runs runs/a runs/b --activations
+    python tools/compare_runs.py runs/a runs/b
+    python tools/compare_runs.py runs/a runs/b --activations
 
 A and B are folders of runs (their --save), or their files metrics.jsonl. Prints the settings that
 differ, and for each figure that equal runs have in common (losses, gradient norm, learning rate)

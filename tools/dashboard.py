@@ -1,7 +1,7 @@
 """Show a run in a browser while it trains.
 
-python -m tools.dashboard runs/mine/own
-python -m tools.dashboard runs/mine/own --port 8000 --against time
+python tools/dashboard.py runs/mine/own
+python tools/dashboard.py runs/mine/own --port 8000 --against time
 """
 
 import sys

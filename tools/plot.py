@@ -1,8 +1,8 @@
 """Draw the curves of runs from their metrics.jsonl.
 
-python -m tools.plot runs/mine/own
-python -m tools.plot runs/small runs/large --against tokens --output curves.svg
-python -m tools.plot runs/bert --term mlm_loss --output loss.png
+python tools/plot.py runs/mine/own
+python tools/plot.py runs/small runs/large --against tokens --output curves.svg
+python tools/plot.py runs/bert --term mlm_loss --output loss.png
 """
 
 import sys

@@ -137,7 +137,7 @@ def open_corpus(
     if unshuffled:
         warnings.warn(
             f"{', '.join(unshuffled)}: documents are not known to be shuffled, and neighbours "
-            "share samples; python -m tools.corpus.split shuffles them",
+            "share samples; python tools/corpus.py split shuffles them",
             stacklevel=2,
         )
     eod = ends.pop() if len(ends) == 1 else None

@@ -1,9 +1,9 @@
 """Inject faults into a training, keep it going as a cluster's scheduler does, and say what they
 cost, and whether the final weights are those of the undisturbed run.
 
-    python -m tools.chaos --faults scripts/chaos/hours.toml --output runs/chaos -- \\
+    python tools/chaos.py --faults scripts/chaos/hours.toml --output runs/chaos -- \\
         torchrun --nproc-per-node 4 pretrain_gpt2.py --preset small.toml --save-interval 100
-    python -m tools.chaos --faults faults.toml --output runs/other -- \\
+    python tools/chaos.py --faults faults.toml --output runs/other -- \\
         python other_trainer.py --checkpoints {save}
 
 The command follows "--". It first runs undisturbed. One of this project gets --save, --load and a

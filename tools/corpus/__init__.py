@@ -4,7 +4,7 @@ Dumps become records (extract), text is cleaned, evaluation text is removed (dec
 near-duplicates are removed (dedup), and the remaining documents are split and shuffled.
 
 A step reads shards of JSON lines and writes a folder of new shards, with a manifest that accounts
-for every document.  `python -m tools.corpus run FILE` runs all steps.
+for every document.  `python tools/corpus.py run FILE` runs all steps.
 
     engine       an output folder that is filled once, whole, resumable; its manifest
     files        shards, documents and their counts

@@ -1,7 +1,7 @@
 """Runs a step by its name; without a name, lists the steps.
 
-python -m tools.corpus run --input raw --output corpus
-python -m tools.corpus dedup --input clean --output unique
+python tools/corpus.py run --input raw --output corpus
+python tools/corpus.py dedup --input clean --output unique
 """
 
 import sys
@@ -27,7 +27,7 @@ def list_steps() -> None:
         print(title)
         for name in names:
             about = (import_module(MODULES[name]).__doc__ or "").partition("\n")[0]
-            command = f"python -m tools.corpus {name}"
+            command = f"python tools/corpus.py {name}"
             if name == "tokenise":
                 command = "python tools/preprocess_data.py"
             print(f"  {name:14} {about}\n  {'':14} {command} -h")

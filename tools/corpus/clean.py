@@ -1,7 +1,7 @@
 """Repairs text with ftfy; keeps documents that are in English and long enough (section 4.1).
 
-    python -m tools.corpus clean --input raw --output clean
-    python -m tools.corpus clean --input raw --output clean --min-tokens 64 --workers 8
+    python tools/corpus.py clean --input raw --output clean
+    python tools/corpus.py clean --input raw --output clean --min-tokens 64 --workers 8
 
 The language is identified before the repair (CLD2, on up to 4000 characters), so that documents
 dropped for their language need no repair.  A text in which CLD2 finds no language, such as a table,

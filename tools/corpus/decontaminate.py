@@ -1,7 +1,7 @@
 """Removes evaluation text from a training corpus, and measures how much is there (section 4.1).
 
-    python -m tools.corpus decontaminate --input clean --output kept --evaluation wiki.test.tokens
-    python -m tools.corpus decontaminate --input clean --output kept --workers 8 \\
+    python tools/corpus.py decontaminate --input clean --output kept --evaluation wiki.test.tokens
+    python tools/corpus.py decontaminate --input clean --output kept --workers 8 \\
         --evaluation RACE lambada.jsonl
 
 A Wikipedia article is dropped if it has the title of an article of the evaluation files (WikiText's

@@ -1,7 +1,7 @@
 """Turns published corpora into shards of JSON lines {"text", "source", "id", "url"?, ...}.
 
-    python -m tools.corpus extract --input c4 --output raw --format jsonl --source c4
-    python -m tools.corpus extract --input crawl.warc.wet.gz --output raw --format wet --source cc
+    python tools/corpus.py extract --input c4 --output raw --format jsonl --source c4
+    python tools/corpus.py extract --input crawl.warc.wet.gz --output raw --format wet --source cc
 
     jsonl          JSON lines with their text under --key: RealNews, CC-Stories, C4; and *.txt
     wikiextractor  output of WikiExtractor with --json: files wiki_00 in folders AA, AB, ...

@@ -1,7 +1,7 @@
 """Real English text that every machine with Python has.
 
-    python -m tools.corpus harvest --output raw.jsonl
-    python -m tools.corpus harvest --output raw.jsonl --max-bytes 1000000 --json counts.json
+    python tools/corpus.py harvest --output raw.jsonl
+    python tools/corpus.py harvest --output raw.jsonl --max-bytes 1000000 --json counts.json
 
 `pydoc` topics, READMEs, licences and other prose files of the installed packages, and the
 docstrings of the standard library and of the packages: one document per file.  Sources are

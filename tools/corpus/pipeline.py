@@ -113,7 +113,7 @@ class Description:
         for key in self.head:
             check_key(f"{self.origin}: before the first table:", key, known, ", ".join(known))
         for name in self.tables:
-            check_key(f"{self.origin}: the tables:", name, STEPS, "python -m tools.corpus")
+            check_key(f"{self.origin}: the tables:", name, STEPS, "python tools/corpus.py")
         inputs, extracts = self.head.get("input", []), self.tables.get("extract", {})
         loose = [name for name, table in extracts.items() if not isinstance(table, Mapping)]
         faults = {

@@ -1,7 +1,7 @@
 """Estimates the documents, disk, memory and time of a run from a sample.
 
-    python -m tools.corpus plan scripts/corpus/corpus.toml
-    python -m tools.corpus plan --input raw.jsonl --output corpus --sample 32MB
+    python tools/corpus.py plan scripts/corpus/corpus.toml
+    python tools/corpus.py plan --input raw.jsonl --output corpus --sample 32MB
 
 A sample of the input, drawn by a seed from all over it, goes through the steps themselves, in a
 temporary folder and with the run's settings.  Their counts and costs are scaled up by bytes: for

@@ -1,7 +1,7 @@
-"""A page that shows what the steps did to a corpus: `python -m tools.corpus.report`.
+"""A page that shows what the steps did to a corpus: `python tools/corpus.py report`.
 
-    python -m tools.corpus report --input corpus --output corpus.html
-    python -m tools.corpus report --input clean unique split --output corpus.html --verify
+    python tools/corpus.py report --input corpus --output corpus.html
+    python tools/corpus.py report --input clean unique split --output corpus.html --verify
 
 Reads manifest.json and run.json of every step, and no text but what they quote.  Writes one HTML
 file without scripts and network access: documents kept and dropped, losses of each source and

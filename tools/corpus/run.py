@@ -1,7 +1,7 @@
 """Runs the steps of a corpus one after another, as a TOML file describes them.
 
-    python -m tools.corpus run corpus.toml
-    python -m tools.corpus run --input raw/ --output corpus/
+    python tools/corpus.py run corpus.toml
+    python tools/corpus.py run --input raw/ --output corpus/
 
 In the file each step has a table, whose keys are the step's flags; a step without one is skipped.
 They run in the order extract, clean, decontaminate, dedup, split, tokenise, report.  Keys before
@@ -69,7 +69,7 @@ def run(settings: Settings) -> None:
             advice = ""
             if isinstance(error, UsageError) and "--overwrite" in error.works:
                 error = UsageError(error.flag, error.value, error.allowed)
-                given = f"`python -m tools.corpus run {settings.config} --overwrite`"
+                given = f"`python tools/corpus.py run {settings.config} --overwrite`"
                 if settings.config is None:
                     given = "the same command with --overwrite"
                 advice = f"\n{given} does this step and those after it again"

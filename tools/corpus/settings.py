@@ -40,8 +40,8 @@ def program(module: str, argv: Sequence[str] | None = None) -> None:
 def parse_settings(module: str, argv: Sequence[str]) -> Any:
     """Settings from flags; the module's docstring is in --help.  Raises what parse raises."""
     step = importlib.import_module(module)
-    description = step.__doc__ or ""
-    return parse(step.Settings, argv, {}, prog=f"python -m {module}", description=description)
+    prog = f"python tools/corpus.py {module.rpartition('.')[2]}"
+    return parse(step.Settings, argv, {}, prog=prog, description=step.__doc__ or "")
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Splits documents into train/ and valid/ (29 : 1 in section 4.1), shuffled, in bounded memory.
 
-    python -m tools.corpus split --input unique --output split
-    python -m tools.corpus split --input unique --output split --ratio 99:1 --shard-size 64MB
+    python tools/corpus.py split --input unique --output split
+    python tools/corpus.py split --input unique --output split --ratio 99:1 --shard-size 64MB
 
 A document's side and its place come from two keyed hashes of its id.  So it is always on the same
 side, whatever else the corpus has, and the output does not depend on how the input was cut.

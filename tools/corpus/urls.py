@@ -1,7 +1,7 @@
 """Removes blacklisted, malformed and repeated URLs from lists, as for OpenWebText.
 
-    python -m tools.corpus urls --input urls --output kept
-    python -m tools.corpus urls --input urls --output kept --domain-blacklist domains.txt
+    python tools/corpus.py urls --input urls --output kept
+    python tools/corpus.py urls --input urls --output kept --domain-blacklist domains.txt
 
 Input and output are text files of one URL per line (*.txt, plain or compressed); URLs keep their
 order, and the first of equal ones stays.  Reasons to drop a URL are tried in this order: too short

@@ -1,7 +1,7 @@
 """Which architectures of transformers are exact when they are sharded by their plans.
 
-    python -m tools.experiments.architectures
-    python -m tools.experiments.architectures --output runs/mine
+    python tools/experiments/architectures.py
+    python tools/experiments/architectures.py --output runs/mine
 
 Covers every one that predicts the next token and has a plan, from transformers or this project. A
 tiny model is sharded over 2 and over 4 ranks and compared in fp64 with the unmodified one, as

@@ -1,7 +1,7 @@
 """Memory of a rank by sequence length, with 1, 2 and 4 context-parallel ranks.
 
-    python -m tools.experiments.context_memory
-    python -m tools.experiments.context_memory --preset gpt2_355m --lengths 1024 2048 4096
+    python tools/experiments/context_memory.py
+    python tools/experiments/context_memory.py --preset gpt2_355m --lengths 1024 2048 4096
 
 Peak bytes of a GPU in a training step of one sample, as tools/plan.py counts them: in bf16 with
 fp32 masters, without dropout and recomputation.

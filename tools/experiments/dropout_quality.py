@@ -1,7 +1,7 @@
 """How random dropout by coordinates is.
 
-    python -m tools.experiments.dropout_quality
-    python -m tools.experiments.dropout_quality --rows 1024 --columns 256
+    python tools/experiments/dropout_quality.py
+    python tools/experiments/dropout_quality.py --rows 1024 --columns 256
 
 Keep-masks of a layer on hidden states [rows, columns], in samples of 256 tokens, and of attention
 [samples, 4 heads, 256, 256]; megatron/parallel/dropout.py says what a mask depends on. Each figure

@@ -1,7 +1,7 @@
 """Figure 6 and table 3 in miniature: GPT-2 at growing size, on the same tokens in the same order.
 
-    python -m tools.experiments.figure6 --data DATA
-    python -m tools.experiments.figure6 --data DATA --plan-only
+    python tools/experiments/figure6.py --data DATA
+    python tools/experiments/figure6.py --data DATA --plan-only
 
 Finished stages are reused.
 """

@@ -1,7 +1,7 @@
 """Figure 7 in miniature: BERT with pre-LN and with post-LN at growing depth.
 
-    python -m tools.experiments.figure7 --data DATA
-    python -m tools.experiments.figure7 --data DATA --depths 2 8 --plan-only
+    python tools/experiments/figure7.py --data DATA
+    python tools/experiments/figure7.py --data DATA --depths 2 8 --plan-only
 
 Finished stages are reused.
 """
@@ -87,7 +87,7 @@ def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
     corpus, folder, cores = settings.output / "corpus", settings.output / "bert", machine.cores
     if settings.data is None:
         raw, inputs = corpus / "raw.jsonl", []
-        collect = python("-m", "tools.corpus.harvest", "--output", raw)
+        collect = python("tools/corpus.py", "harvest", "--output", raw)
     else:
         raw, inputs = corpus / "extract", [settings.data / stages.RACE_TRAIN]
         collect = stages.extract_race(inputs[0], raw)

@@ -1,7 +1,7 @@
 """The benefit of pretraining, on a small machine.
 
-    python -m tools.experiments.finetuning --pretrained runs/miniature/bert/checkpoints
-    python -m tools.experiments.finetuning --settings "--task QQP --epochs 3" \\
+    python tools/experiments/finetuning.py --pretrained runs/miniature/bert/checkpoints
+    python tools/experiments/finetuning.py --settings "--task QQP --epochs 3" \\
         --train-data train.tsv --valid-data dev.tsv
 
 A BERT is fine-tuned from its pretrained weights and, with the same commands, from the random

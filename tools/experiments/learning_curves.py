@@ -1,7 +1,7 @@
 """Learning curves: how far the losses of one training drift apart by layout, format and library.
 
-    python -m tools.experiments.learning_curves
-    python -m tools.experiments.learning_curves --plan-only --data-path P_text_document
+    python tools/experiments/learning_curves.py
+    python tools/experiments/learning_curves.py --plan-only --data-path P_text_document
 
 Runs of this project use the program itself: sharded over tensor-parallel ranks (t); with data
 parallelism (d) in addition; resumed at another layout; and with a smaller model, as CPUs multiply

@@ -1,8 +1,8 @@
 """The same numbers from lm-evaluation-harness.
 
-    python -m tools.experiments.lm_harness --lambada-data lambada_test.jsonl \\
+    python tools/experiments/lm_harness.py --lambada-data lambada_test.jsonl \\
         --wikitext-data wiki.test.tokens
-    python -m tools.experiments.lm_harness --load checkpoints \\
+    python tools/experiments/lm_harness.py --load checkpoints \\
         --lambada-data lambada_test.jsonl --wikitext-data wiki.test.tokens
 
 Three ways to compute LAMBADA's and WikiText103's figures of one model, in fp32: the harness with

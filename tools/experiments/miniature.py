@@ -1,7 +1,7 @@
 """The paper in miniature: corpus, GPT-2, BERT, WikiText103, LAMBADA, RACE, and one report.
 
-    python -m tools.experiments.miniature --data DATA
-    python -m tools.experiments.miniature --data DATA --tensor-model-parallel-size 2 --plan-only
+    python tools/experiments/miniature.py --data DATA
+    python tools/experiments/miniature.py --data DATA --tensor-model-parallel-size 2 --plan-only
 
 Finished stages are reused.
 """
@@ -117,7 +117,7 @@ def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
     archives = {"train": data / stages.RACE_TRAIN, "dev": data / stages.RACE_DEV}
     counts = {"train": settings.race_train, "dev": settings.race_dev}
     unpack = [
-        python("-m", "tools.experiments.passages", "--archive", archive,
+        python("tools/experiments/passages.py", "--archive", archive,
                "--count", counts[side], "--output", folder / side)
         for side, archive in archives.items()
     ]  # fmt: skip

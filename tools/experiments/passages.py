@@ -1,7 +1,7 @@
-"""Unpack some of RACE's passages from its archive: `python -m tools.experiments.passages`.
+"""Unpack some of RACE's passages from its archive: `python tools/experiments/passages.py`.
 
-python -m tools.experiments.passages --archive RACE_train.tar.xz --count 1200 --output train
-python -m tools.experiments.passages --archive RACE_dev.tar.xz --count 400 --output dev
+python tools/experiments/passages.py --archive RACE_train.tar.xz --count 1200 --output train
+python tools/experiments/passages.py --archive RACE_dev.tar.xz --count 400 --output dev
 """
 
 import sys

@@ -1,7 +1,7 @@
 """From raw text to an evaluated GPT-2: corpus, tokenizer, training, evaluation, samples, report.
 
-    python -m tools.experiments.quickstart
-    python -m tools.experiments.quickstart mine.jsonl --train-iters 500 --plan-only
+    python tools/experiments/quickstart.py
+    python tools/experiments/quickstart.py mine.jsonl --train-iters 500 --plan-only
 
 Finished stages are reused.
 """
@@ -159,7 +159,7 @@ def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
     raw = settings.corpus or corpus / "raw.jsonl"
     if settings.corpus is None:
         words = ("--output", raw, "--json", corpus / "harvest.json")
-        harvest = python("-m", "tools.corpus.harvest", *words)
+        harvest = python("tools/corpus.py", "harvest", *words)
         first = Stage(name="corpus", commands=[harvest], outputs=[raw, corpus / "harvest.json"])
     else:
         first = Stage(name="corpus", inputs=find_shards([raw]))

@@ -67,7 +67,7 @@ def initial_weights(config: Any, vocab_size: int, seed: int) -> dict[str, Any]:
 
 def extract_race(archive: Path, output: Path) -> Command:
     flags = ("--format", "json", "--key", "article", "--source", "race", "--output", output)
-    return python("-m", "tools.corpus.extract", "--input", archive, *flags)
+    return python("tools/corpus.py", "extract", "--input", archive, *flags)
 
 
 def clean_stage(
@@ -77,14 +77,14 @@ def clean_stage(
     cores: int,
     inputs: Sequence[Path] = (),
 ) -> Stage:
-    """Steps of tools.corpus, each of which reads the previous one's output.
+    """Steps of tools/corpus.py, each of which reads the previous one's output.
 
     steps: {name: further flags}. corpus: folder with a folder for each step.
     """
     commands, source = [], raw
     for step, flags in steps.items():
         output = corpus / step
-        words = ("-m", f"tools.corpus.{step}", "--input", source, "--output", output, *flags)
+        words = ("tools/corpus.py", step, "--input", source, "--output", output, *flags)
         commands.append(python(*words, workers=cores))
         source = output
     outputs = [corpus / step for step in steps]

@@ -94,7 +94,7 @@ def test_a_changed_step_is_refused_and_with_overwrite_redone_with_all_after_it(
     shutil.copytree(finished.parent, tmp_path, dirs_exist_ok=True)
     before = times(tmp_path)
     file = description(tmp_path, STEPS.replace("0.7", "0.5"))
-    assert_refused(file, "jaccard 0.7", "0.5", f"python -m tools.corpus run {file} --overwrite")
+    assert_refused(file, "jaccard 0.7", "0.5", f"python tools/corpus.py run {file} --overwrite")
     assert times(tmp_path) == before
     go(file, overwrite=True)
     after = times(tmp_path)
@@ -272,7 +272,7 @@ def test_a_name_runs_its_step(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:
             main([name, "--help"])
         assert not ended.value.code
-        assert f"python -m tools.corpus.{name} " in capsys.readouterr().out
+        assert f"python tools/corpus.py {name} " in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
         main(["dedupe"])
     assert ended.value.code == 2
@@ -281,7 +281,7 @@ def test_a_name_runs_its_step(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_plans_and_runs(tmp_path: Path) -> None:
     """--overwrite reaches the steps and not the sample of the plan."""
     file = description(tmp_path, "[split]\nratio = '3:1'\n[report]\n")
-    command = [sys.executable, "-m", "tools.corpus", "run", str(file), "--overwrite"]
+    command = [sys.executable, "tools/corpus.py", "run", str(file), "--overwrite"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     record = json.loads((tmp_path / "out" / "plan.json").read_text())["steps"]
     assert [(each["name"], each["note"]) for each in record] == [("split", "")]

@@ -46,7 +46,7 @@ SIZES = ("2x64", "4x128", "6x256")
 UNCOMPARABLE = (("2x64",), ("2x64", "2x64"), ("4x128", "2x64"), ("2x64", "4-128"))
 FUNCTIONS = {
     "tools/train_tokenizer.py": train_tokenizer,
-    "tools.experiments.passages": passages,
+    "tools/experiments/passages.py": passages,
     "tools/convert_hf.py import": import_model,
     "tools/convert_hf.py export": export_model,
 }
@@ -75,9 +75,7 @@ def program_of(command: Command) -> tuple[str, list[str], int]:
         words = words[words.index("--nproc-per-node") + 2 :]
     if words[0] == "-c" and re.search("pretrain_gpt2.py|train_transformers", words[1]):
         return "pretrain_gpt2.py", words[2:], world
-    if words[0] == "-m":
-        words = words[1:]
-    elif words[0] == "tools/convert_hf.py":
+    if words[0] == "tools/convert_hf.py":
         words = [" ".join(words[:2]), *words[2:]]
     return words[0], words[1:], world
 
@@ -181,7 +179,7 @@ def test_ways_of_lm_harness_compute_on_the_cpu() -> None:
 
 def test_evaluated_text_is_not_trained_on() -> None:
     clean = experiments()["miniature"][1]
-    cut = next(c for c in clean.commands if c.argv[2] == "tools.corpus.decontaminate")
+    cut = next(c for c in clean.commands if c.argv[2] == "decontaminate")
     flags = list(cut.argv)
     evaluated = flags[flags.index("--evaluation") + 1 :]
     assert evaluated[:2] == [f"/data/{WIKITEXT103}", f"/data/{LAMBADA}"]

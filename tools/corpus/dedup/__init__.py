@@ -1,7 +1,7 @@
 """Removes near-duplicates; keeps exactly one document of each cluster (section 4.1).
 
-    python -m tools.corpus dedup --input clean --output unique
-    python -m tools.corpus dedup --input clean --output unique --jaccard 0.8 --workers 8
+    python tools/corpus.py dedup --input clean --output unique
+    python tools/corpus.py dedup --input clean --output unique --jaccard 0.8 --workers 8
 
 Text is normalised (lower case, runs of white space as one blank, none at the ends) and becomes the
 set of its 5-grams, of characters or of words.  MinHash signatures of 128 permutations, cut into

@@ -1,4 +1,4 @@
-"""Starts the step: `python -m tools.corpus.dedup`."""
+"""Starts the step: `python tools/corpus.py dedup`."""
 
 from tools.corpus.settings import program
 

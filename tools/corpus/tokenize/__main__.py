@@ -1,4 +1,4 @@
-"""Starts the step: `python -m tools.corpus.tokenize`."""
+"""Starts the step: `python tools/corpus.py tokenize`."""
 
 import sys
 
