@@ -63,9 +63,12 @@ def reading(rank: Rank) -> Turn:
     return turn
 
 
-def contenders(flags: Flags, tensor_parallel: tuple[int, ...] = (1, 2, 4)) -> Iterator[Contender]:
+def contenders(
+    flags: Flags, tensor_model_parallel_size: tuple[int, ...] = (1, 2, 4)
+) -> Iterator[Contender]:
     """Count for these numbers of ranks. Exit status 1 if a step reads more than once."""
-    for t, cut, recomputed in product(tensor_parallel, ("", CUT), ("none", "selective", "full")):
+    sizes, granularities = tensor_model_parallel_size, ("none", "selective", "full")
+    for t, cut, recomputed in product(sizes, ("", CUT), granularities):
         if t > 1 or not cut:
             own = {"recomputed": recomputed, "t": t, "is_cut": bool(cut)}
             yield Contender(recomputed + cut, layer, own, group=f"t = {t}")

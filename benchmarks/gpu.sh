@@ -79,8 +79,8 @@ steps() { # NAME MODEL SAMPLES TENSOR_PARALLEL WORD... --contenders CONTENDER...
         more+=(--small --turns 1)
     fi
     flags+=" --recompute-granularity none" # but where a contender says otherwise
-    question "$name" train_step --presets "$model" --dtypes bf16 --threads 8 --tensor-parallel "$ranks" \
-        "--program-flags=$flags" --turns 10 "${more[@]}" "$@"
+    question "$name" train_step --presets "$model" --dtypes bf16 --threads 8 \
+        --tensor-model-parallel-size "$ranks" "--program-flags=$flags" --turns 10 "${more[@]}" "$@"
 }
 fits() { # MIB THEN ELSE: by the memory of the GPU
     local memory
@@ -137,7 +137,7 @@ plan() { # wanted: predicted / measured from 0.9 to 1.1, compiled or not
 loss() { # wanted: in chunks at most 1.05 of the time of all logits at once
     local sizes=(--hidden-size 1536 --tokens 8192)
     [[ $small ]] && sizes=(--hidden-size 32 --tokens 64 --vocab-size 512)
-    question output_layer output_layer --tensor-parallel 1 "${sizes[@]}"
+    question output_layer output_layer --tensor-model-parallel-size 1 "${sizes[@]}"
 }
 dropout() { # wanted: attention's dropout by coordinates at most 1.1 of the kernel's own
     steps 124M_dropout gpt2_124m 16 1 \
@@ -157,7 +157,7 @@ modes() { # kernels of one rank of 2 x 2 beside one of four, without calls
 hf() { # unmodified models by a plan on one rank
     local sizes=()
     [[ $small ]] && sizes=("--program-flags=--num-layers 1 --hidden-size 96 --seq-length 32 --vocab-size 512")
-    question huggingface huggingface --tensor-parallel 1 --dtypes bf16 --turns 10 "${sizes[@]}"
+    question huggingface huggingface --tensor-model-parallel-size 1 --dtypes bf16 --turns 10 "${sizes[@]}"
 }
 ring() { # wanted: one rank of 2 to 8 takes 1.1 / ranks of the time of one that has all tokens
     local sizes=(--seq-length 131072 --simulated 2 4 8)

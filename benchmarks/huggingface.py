@@ -125,28 +125,28 @@ def contenders(
     flags: Flags,
     models: tuple[Literal["llama", "gpt2"], ...] = ("llama", "gpt2"),
     dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16"),
-    tensor_parallel: Literal[1, 2] = 2,
+    tensor_model_parallel_size: Literal[1, 2] = 2,
     program_flags: str = "",
 ) -> Iterator[Contender]:
     """Compare training steps of models of transformers.
 
     Args:
         models: models to compare, one group each.
-        tensor_parallel: number of ranks.
+        tensor_model_parallel_size: number of ranks.
         dtypes: dtypes of weights and activations.
         program_flags: flags of pretrain.py --model llama or gpt2: --program-flags="--num-layers 2".
     """
     for kind, dtype in product(models, dtypes):
         words = f"{WORDS[kind]} {llama.DTYPES[dtype]}"
-        words += f" --tensor-model-parallel-size {tensor_parallel}"
+        words += f" --tensor-model-parallel-size {tensor_model_parallel_size}"
         own = shlex.split(f"{words} {program_flags}")
-        for name, run in RUNS[kind, tensor_parallel].items():
+        for name, run in RUNS[kind, tensor_model_parallel_size].items():
             yield Contender(
                 name,
                 run,
                 {"flags": own, "settings": SETTINGS[kind]},
                 group=f"{kind}, {dtype}",
-                ranks=tensor_parallel,
+                ranks=tensor_model_parallel_size,
                 needs=("transformers",),
                 memory_of_turns=True,
                 same={"loss": llama.TOLERANCES[dtype]},

@@ -179,19 +179,19 @@ def torchs(
 
 def contenders(
     flags: Flags,
-    tensor_parallel: tuple[int, ...] = (1, 2),
+    tensor_model_parallel_size: tuple[int, ...] = (1, 2),
     dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16"),
     program_flags: str = "",
 ) -> Iterator[Contender]:
     """Compare training steps of a Llama.
 
     Args:
-        tensor_parallel: numbers of ranks; on one the peer is transformers, on several torch's
-            tensor parallelism.
+        tensor_model_parallel_size: numbers of ranks; on one the peer is transformers, on several
+            torch's tensor parallelism.
         dtypes: dtypes of weights and activations.
         program_flags: flags of pretrain.py --model llama: --program-flags="--num-layers 2".
     """
-    for dtype, size in product(dtypes, tensor_parallel):
+    for dtype, size in product(dtypes, tensor_model_parallel_size):
         words = shlex.split(
             f"{WORDS} {DTYPES[dtype]} --tensor-model-parallel-size {size} {program_flags}"
         )

@@ -74,11 +74,11 @@ def contenders(
     vocab_size: int = 50304,
     hidden_size: int = 768,
     tokens: int = 4096,
-    tensor_parallel: tuple[int, ...] = (1, 2),
+    tensor_model_parallel_size: tuple[int, ...] = (1, 2),
 ) -> Iterator[Contender]:
     """Compare the two. The vocabulary is sharded over the tensor-parallel ranks."""
     sizes = {"vocab": vocab_size, "hidden": hidden_size, "tokens": tokens}
-    for dtype, t, name in product(TOLERANCES, tensor_parallel, (AT_ONCE, CHUNKED)):
+    for dtype, t, name in product(TOLERANCES, tensor_model_parallel_size, (AT_ONCE, CHUNKED)):
         own, group = {"name": name, "dtype": dtype, **sizes}, f"{dtype}, t = {t}"
         same, threads = {"loss": TOLERANCES[dtype]}, max(1, 2 // t)
         yield Contender(name, contender, own, group=group, ranks=t, threads=threads, same=same)

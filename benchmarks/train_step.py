@@ -96,7 +96,7 @@ def contenders(
     flags: Flags,
     presets: tuple[str, ...] = ("gpt2_124m", "gpt2_30m", "quickstart"),
     dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16"),
-    tensor_parallel: tuple[int, ...] = (1, 2),
+    tensor_model_parallel_size: tuple[int, ...] = (1, 2),
     threads: int = 2,
     program_flags: str = "",
     stub_communication: bool = False,
@@ -108,7 +108,7 @@ def contenders(
     Args:
         presets: presets of pretrain_gpt2.py or of pretrain.py --model llama, or llama_1b.
         dtypes: dtypes of weights and activations; most peers compute under autocast.
-        tensor_parallel: numbers of ranks that the model is sharded over.
+        tensor_model_parallel_size: numbers of ranks that the model is sharded over.
         threads: threads of all ranks of a contender together.
         program_flags: flags of the program: --program-flags="--num-layers 2 --hidden-size 64".
         stub_communication: run one rank of each layout, with collectives that move nothing.
@@ -121,14 +121,18 @@ def contenders(
         known = ", ".join([*VARIANTS, *PEERS])
         raise UsageError("--contenders", sorted(unknown)[0], f"one of: {known}")
     if flags.small:  # only the first of each
-        presets, dtypes, tensor_parallel = presets[:1], dtypes[:1], tensor_parallel[:1]
+        presets, dtypes, tensor_model_parallel_size = (
+            presets[:1],
+            dtypes[:1],
+            tensor_model_parallel_size[:1],
+        )
         shape = steps.SMALL_LLAMA if presets[0].startswith("llama") else steps.SMALL
         program_flags = f"{shape} {program_flags}"
-    if fast_weights and max(tensor_parallel) > 1 and not stub_communication:
+    if fast_weights and max(tensor_model_parallel_size) > 1 and not stub_communication:
         allowed = "left out with several ranks, which would differ"
         raise UsageError("--fast-weights", None, allowed, works=("--no-fast-weights",))
     machine = find_hardware(hardware) if hardware else None
-    for preset, dtype, ranks, name in product(presets, dtypes, tensor_parallel, names):
+    for preset, dtype, ranks, name in product(presets, dtypes, tensor_model_parallel_size, names):
         run, sizes = PEERS.get(name, (steps.ours, ANY))
         if ranks not in sizes or (stub_communication and name in PEERS):
             continue

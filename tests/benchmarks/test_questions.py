@@ -221,18 +221,19 @@ QUESTIONS = {  # the file's name, and after a blank the case
     ),
     "safeguards": Small("", ("check",), of_safeguards, warm_up=0),
     "output_layer": Small(
-        "--vocab-size 16000 --hidden-size 16 --tokens 5000 --tensor-parallel 1",
+        "--vocab-size 16000 --hidden-size 16 --tokens 5000 --tensor-model-parallel-size 1",
         check=of_output_layer,
         warm_up=0,
     ),
     "compiled": Small("", (OURS, "plain torch"), of_compiled, warm_up=0),
     "activations": Small(
-        "--tensor-parallel 1 4",
+        "--tensor-model-parallel-size 1 4",
         ("selective", "selective, sequence parallel", "host reads"),
         of_activations,
     ),
     "train_step": Small(
-        "--presets quickstart --dtypes fp32 --tensor-parallel 2 --profile {folder}/profile",
+        "--presets quickstart --dtypes fp32 --tensor-model-parallel-size 2 "
+        "--profile {folder}/profile",
         (OURS, "DTensor", *MEGATRON_CORE, "floor"),
         of_train_step,
         warm_up=2,
