@@ -2,7 +2,7 @@
 # One step of the corpus on many machines, with nothing but arrays of jobs.  From the root of the
 # repository, with the step's own flags at the end:
 #
-#     ARRAY=64 bash scripts/slurm/corpus_array.sh tools.corpus.split \
+#     ARRAY=64 bash scripts/slurm/corpus_array.sh split \
 #         --input /shared/dedup --output /shared/split
 #
 # A step is a series of stages, and every job does its share of the stage that is next.  So the
@@ -23,14 +23,14 @@ set -euo pipefail
 
 if [[ -z ${SLURM_JOB_ID:-} ]]; then # in a shell: submit
     if [[ $# -lt 1 ]]; then
-        echo "error: name a step and its flags, such as tools.corpus.split --input A --output B" >&2
+        echo "error: name a step and its flags, such as split --input A --output B" >&2
         exit 2
     fi
-    case $1 in
-        tools.corpus.clean | tools.corpus.decontaminate) stages=1 ;;
-        tools.corpus.extract | tools.corpus.split) stages=2 ;;
-        tools.corpus.urls) stages=3 ;;
-        *) stages=10 ;; # tools.corpus.dedup
+    case ${1#tools.corpus.} in # tools.corpus.split is an earlier spelling of split
+        clean | decontaminate) stages=1 ;;
+        extract | split) stages=2 ;;
+        urls) stages=3 ;;
+        *) stages=10 ;; # dedup
     esac
     after=()
     for ((stage = 0; stage < ${STAGES:-$stages}; stage++)); do
@@ -47,4 +47,5 @@ share=()
 if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
     share=(--shard "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT")
 fi
-exec "${PYTHON:-.venv/bin/python}" -m "$@" --workers "${SLURM_CPUS_PER_TASK:-1}" "${share[@]}"
+exec "${PYTHON:-.venv/bin/python}" tools/corpus.py "${1#tools.corpus.}" "${@:2}" \
+    --workers "${SLURM_CPUS_PER_TASK:-1}" "${share[@]}"

@@ -315,7 +315,7 @@ def submit(folder: Path, step: str, *flags: str, **environ: str) -> list[str]:
     fake.write_text(SBATCH)
     fake.chmod(0o755)
     environ |= {"PATH": f"{fake.parent}:{os.environ['PATH']}", "LOG": str(log)}
-    command = ["bash", "scripts/slurm/corpus_array.sh", f"tools.corpus.{step}", *flags]
+    command = ["bash", "scripts/slurm/corpus_array.sh", step, *flags]
     subprocess.run(command, cwd=ROOT, env=os.environ | environ, check=True, capture_output=True)
     return log.read_text().splitlines()
 
