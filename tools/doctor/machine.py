@@ -27,6 +27,7 @@ from megatron.train.machine import COMPILER_HELP, compiler_failure
 from megatron.train.state import DTYPES
 from tools.doctor.findings import Fact, Finding, Problem
 from tools.doctor.links import seconds
+from tools.report.numbers import size
 
 NEEDED = ("numpy", "numba", "safetensors", "tokenizers", "tyro", "tqdm")
 OPTIONAL = ("gigatoken", "wandb", "tensorboard", "matplotlib", "ftfy", "pycld2", "orjson")
@@ -143,7 +144,7 @@ def devices(device: torch.device, processes: int) -> Iterator[Finding]:
         what = f"processes x threads = {processes} x {threads} leaves some of {available} cores "
         yield Problem(f"{what}idle", f"OMP_NUM_THREADS={available // processes} before the command")
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield Fact("memory", memory, f"{memory / 1e9:.0f} GB")
+    yield Fact("memory", memory, size(memory))
     for number in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(number)
         free, total = torch.cuda.mem_get_info(number)
@@ -153,7 +154,7 @@ def devices(device: torch.device, processes: int) -> Iterator[Finding]:
             "free_bytes": free,
             "capability": [facts.major, facts.minor],
         }
-        text = f"{facts.name}, {total / 1e9:.0f} GB ({free / 1e9:.0f} free), "
+        text = f"{facts.name}, {size(total)} ({size(free)} free), "
         text += f"compute capability {facts.major}.{facts.minor}"
         yield Fact(f"GPU {number}", record, text)
     if not torch.cuda.is_available():
@@ -191,7 +192,7 @@ def limits(save: str, device: torch.device) -> Iterator[Finding]:
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    yield Fact("free disk of --save", free, f"{free / 1e9:.1f} GB at {folder}")
+    yield Fact("free disk of --save", free, f"{size(free)} at {folder}")
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
@@ -199,14 +200,14 @@ def limits(save: str, device: torch.device) -> Iterator[Finding]:
         yield Problem(what, "another folder for --save", is_needed=True)
     if free < SMALL_DISK:
         cure = "free some, or another disk for --save; a checkpoint takes 12 to 14 bytes a weight"
-        yield Problem(f"--save {save}: {free / 1e9:.2f} GB of the disk are free", cure)
+        yield Problem(f"--save {save}: {size(free)} of the disk are free", cure)
     shared = Path("/dev/shm")
     if shared.exists():
-        size = shutil.disk_usage(shared).total
-        yield Fact("shared memory", size, f"{size / 1e9:.2f} GB at {shared}")
-        if size < SMALL_SHARED_MEMORY and device.type == "cuda":
+        total = shutil.disk_usage(shared).total
+        yield Fact("shared memory", total, f"{size(total)} at {shared}")
+        if total < SMALL_SHARED_MEMORY and device.type == "cuda":
             cure = "docker run --shm-size=1g, or --ipc=host"
-            yield Problem(f"{shared} has {size / 1e6:.0f} MB, which NCCL may outgrow", cure)
+            yield Problem(f"{shared} has {size(total)}, which NCCL may outgrow", cure)
 
 
 def environment(environ: Mapping[str, str]) -> Iterator[Finding]:

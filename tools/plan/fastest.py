@@ -37,6 +37,7 @@ from tools.plan.record import table
 from tools.plan.search import VARIED, Row, flags, left_out, settings, spelled, varied
 from tools.plan.software import error_band
 from tools.plan.timing import Seconds, call_seconds, matmul_seconds, predict
+from tools.report.numbers import size
 
 SAFE = 0.98  # of bounds of seconds: a middle rank moves up to 1 % more than its layer
 SAFE_MEMORY = 0.97  # of what layers keep: the keys of masks do not grow with the samples
@@ -323,7 +324,7 @@ class Search(Layouts):
         except UsageError as error:
             return row | {"reason": f"refused: {error.flag} must be {error.allowed}"}
         if not isinstance(found, LayoutPlan):
-            reason = f"does not fit: a device lacks {found / 1e9:.3g} GB"
+            reason = f"does not fit: a device lacks {size(found)}"
             return row | {"reason": reason, "lacking_bytes": found}
         old, new = vars(best.seconds), vars(found.seconds)
         losses = {part: new[part] - old[part] for part in LOSSES if part in old}
