@@ -209,7 +209,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         from megatron.train.evaluate import load_newest
         from megatron.train.launch import launch
         from megatron.train.state import DTYPES
-        from tools.harness.language_model import CheckpointLM
+        from tasks.language_model import CheckpointLM
 
         with launch(settings.parallel, environ) as mesh:
             with user_errors(environ, agreed=True):

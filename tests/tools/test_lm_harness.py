@@ -104,7 +104,7 @@ def instances(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
 
 def tiny_lm(tensor_size: int | str = 1, micro_batch_size: int = 3) -> Any:
     pytest.importorskip("lm_eval")
-    from tools.harness.language_model import CheckpointLM
+    from tasks.language_model import CheckpointLM
 
     mesh = mesh_of_ranks(tensor_size)
     return CheckpointLM(tiny_model(mesh).eval(), mesh, Letters(), micro_batch_size)

@@ -109,7 +109,7 @@ def test_harness_after_begin_mark(begun: Path) -> None:
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
 
-    from tools.harness.language_model import CheckpointLM
+    from tasks.language_model import CheckpointLM
 
     tokenizer, manifest, folders = opened(begun)
     ours = load_newest(folders, serial_mesh())[1]
