@@ -19,11 +19,11 @@ from itertools import product
 from math import comb
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from benchmarks.harness import Column, Contender, Figures, Question
 from benchmarks.processes import ROOT, Agents, cpu_seconds
-from megatron.data.files import write_atomically
+from megatron.data.files import atomic_writer, write_atomically
 from megatron.libraries import Library, failure
 
 if TYPE_CHECKING:
@@ -272,7 +272,8 @@ def write_page(file: Path, question: Question, records: Sequence[Record]) -> Non
     if question.picture and (why := failure("matplotlib")):
         parts.append(f"No picture: {why}.")
     elif question.picture:
-        draw(file.with_suffix(".png"), results)
+        with atomic_writer(file.with_suffix(".png")) as stream:
+            draw(stream, results)
         parts.append(f"![{title}]({file.stem}.png)")
     parts += [results.table(), method]
     for each in others:
@@ -286,7 +287,7 @@ def write_page(file: Path, question: Question, records: Sequence[Record]) -> Non
 COLOURS = ("#c44e52", "#333333", "#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#8c9aae")
 
 
-def draw(file: Path, results: Results) -> None:
+def draw(file: BinaryIO, results: Results) -> None:
     """Writes a PNG. bars: one panel per drawn column, without empty ones and empty rows.
     lines, along the contenders' x: one panel per drawn column and group."""
     drawn = results.question.drawn or [next(iter(results.columns))]

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.data.files import write_atomically
 from tools.chaos.faults import KINDS, NotInjected, Start, Target, patterns
 from tools.chaos.schedule import TIMED, Fault
 
@@ -195,7 +196,7 @@ class History:
     not_injected: list[str] = field(default_factory=list)
 
     def write(self, file: Path) -> None:
-        file.write_text(json.dumps(asdict(self)) + "\n")
+        write_atomically(file, (json.dumps(asdict(self)) + "\n").encode())
 
 
 class Events:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron.data.files import flush_directory
 from megatron.errors import UsageError
 
 
@@ -16,7 +17,8 @@ def refuse_existing(to: Path) -> None:
 
 @contextmanager
 def staged(to: Path) -> Iterator[Path]:
-    """A folder beside `to`. It is renamed to `to` when the block ends, and removed if that raises.
+    """A folder beside `to`. It is on disk and renamed to `to` when the block ends, and removed if
+    that raises.
 
     The remains of a killed conversion are removed first.
     """
@@ -28,7 +30,10 @@ def staged(to: Path) -> Iterator[Path]:
     try:
         yield staging
         refuse_existing(to)
+        for path in (*staging.rglob("*"), staging):
+            flush_directory(path)  # or file
         staging.rename(to)
+        flush_directory(staging.parent)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise

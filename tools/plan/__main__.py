@@ -37,6 +37,7 @@ from megatron.config.launch import world_size
 from megatron.config.model import RecomputeGranularity
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
+from megatron.data.files import atomic_writer, write_atomically
 from megatron.errors import UsageError, flag, spelling
 from megatron.libraries import load
 from megatron.parallel.schedules import check, schedule
@@ -304,9 +305,7 @@ def plan(config: Any) -> bool:
         changes = search.smallest_change(config, gpus, hardware, precision)
         planned["smallest_change"] = changes
         print(f"\nsmallest change that fits: {changes or 'none, on any number of devices'}")
-    _write(question.json, planned)
-    if question.picture is not None:
-        record.draw(question.picture, planned)
+    _write(question, planned, record.draw, planned)
     return bool(planned["fits"])
 
 
@@ -366,9 +365,7 @@ def show_schedule(settings: ScheduleConfig) -> None:
     facts = check(lists, settings.virtual)
     if settings.json is None:
         print(gantt.text(lists, facts))
-    _write(settings.json, gantt.record(lists, facts))
-    if settings.picture is not None:
-        gantt.draw(settings.picture, lists, facts)
+    _write(settings, gantt.record(lists, facts), gantt.draw, lists, facts)
 
 
 def show_interruptions(settings: InterruptionsConfig) -> None:
@@ -417,14 +414,16 @@ def measure(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
 def _show(settings: FilesConfig, module: Any, found: dict[str, Any]) -> None:
     """module: of what was found, with its text and its picture."""
     print(module.text(found))
-    _write(settings.json, found)
+    _write(settings, found, module.draw, found)
+
+
+def _write(settings: FilesConfig, found: Any, draw: Callable[..., None], *shown: Any) -> None:
+    """draw: writes a PNG of what is shown to a stream."""
+    if settings.json is not None:
+        write_atomically(settings.json, (json.dumps(found, indent=1) + "\n").encode())
     if settings.picture is not None:
-        module.draw(settings.picture, found)
-
-
-def _write(file: Path | None, found: dict[str, Any]) -> None:
-    if file is not None:
-        file.write_text(json.dumps(found, indent=1) + "\n")
+        with atomic_writer(settings.picture) as stream:
+            draw(stream, *shown)
 
 
 if __name__ == "__main__":

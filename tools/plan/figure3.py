@@ -19,8 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron.config.model import RecomputeGranularity
 from megatron.config.parallel import TrainingParallelConfig
@@ -242,7 +241,7 @@ def _shown(key: str, value: Any) -> Any:
 STYLES = {"1d": "s-", "2d": "o-", "2.5d": "^-", "3d": "D-"}
 
 
-def draw(file: Path, found: dict[str, Any]) -> None:
+def draw(file: BinaryIO, found: dict[str, Any]) -> None:
     """Memory and the largest model by ranks, and the bytes that a layer sends by tokens."""
     figure = figures.Figure(figsize=(13, 9), layout="constrained")
     states, activations, sizes, volumes = figure.subplots(2, 2).flat

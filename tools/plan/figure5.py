@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
@@ -231,7 +230,7 @@ def text(found: dict[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
-def draw(file: Path, found: Mapping[str, Any]) -> None:
+def draw(file: BinaryIO, found: Mapping[str, Any]) -> None:
     """Figure 5, strong scaling and the number of heads, each beside the paper's values."""
     panels = {
         label: panel(found[key], name, "paper", "predicted")

@@ -1,7 +1,6 @@
 """A pipeline schedule as numbers, as text and as a picture. Needs no torch."""
 
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron.libraries import Library
 from megatron.parallel.schedules import DURATIONS, LETTERS, Facts, Lists, simulate
@@ -57,7 +56,7 @@ def text(lists: Lists, facts: Facts) -> str:
     return "\n".join([*lines, "", summary(lists, facts)])
 
 
-def draw(file: Path, lists: Lists, facts: Facts) -> None:
+def draw(file: BinaryIO, lists: Lists, facts: Facts) -> None:
     """A Gantt chart: a row for each rank, a bar for each action with its micro-batch. The later the
     virtual stage in the model, the darker the bar."""
     starts = simulate(lists)

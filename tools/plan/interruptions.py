@@ -30,7 +30,7 @@ from math import ceil, exp, expm1, floor, log1p, sqrt
 from pathlib import Path
 from statistics import mean, median
 from textwrap import fill
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron.errors import UsageError
 from megatron.libraries import Library
@@ -282,7 +282,7 @@ def text(found: Record) -> str:
     return "\n".join([aligned(times), "", *rates, "", aligned(rows)])
 
 
-def draw(file: Path, found: Record) -> None:
+def draw(file: BinaryIO, found: Record) -> None:
     """Lost shares by number of GPUs for each rate, and the useful share by interval for the first:
     a dot where it is largest, or at one step if that is longer."""
     rates, times = found["rates"], Times(**found["times_seconds"])

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron.libraries import Library
 from megatron.train.inputs import vocabulary_of
@@ -203,7 +202,7 @@ def summary(planned: Record) -> str:
     )
 
 
-def draw(file: Path, planned: Record) -> None:
+def draw(file: BinaryIO, planned: Record) -> None:
     """A picture of SHOWN."""
     panels = {
         title: ([*planned[key]], {"planned": [value / unit for value in planned[key].values()]})
@@ -233,7 +232,7 @@ def panel(rows: Sequence[Mapping[str, Any]], name: str, *kinds: str) -> Panel:
     return [name.format(**row) for row in rows], {k: [row[k] for row in rows] for k in kinds}
 
 
-def bars(file: Path, title: str, panels: Mapping[str, Panel]) -> None:
+def bars(file: BinaryIO, title: str, panels: Mapping[str, Panel]) -> None:
     """A picture of panels, by the labels of their axes."""
     figure = figures.Figure(figsize=(6 * len(panels), 5), layout="constrained")
     figure.suptitle(title, fontsize=10)

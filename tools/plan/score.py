@@ -19,7 +19,7 @@ from itertools import combinations
 from math import inf
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron.errors import UsageError
 from megatron.libraries import Library
@@ -289,7 +289,7 @@ def text(found: Found) -> str:
     return "\n".join(lines)
 
 
-def draw(file: Path, found: Found) -> None:
+def draw(file: BinaryIO, found: Found) -> None:
     """Picture of the predicted over the measured time, by tensor-parallel size."""
     figure = figures.Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2)

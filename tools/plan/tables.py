@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.errors import UsageError
@@ -255,7 +254,7 @@ def text(found: Found) -> str:
     return "\n\n".join([*parts, f"{title}\n{table(found['activations'])}"])
 
 
-def draw(file: Path, found: Found) -> None:
+def draw(file: BinaryIO, found: Found) -> None:
     panels = {
         f"{each['table']}: {each['unit']}": panel(each["rows"], "{row}", "published", "predicted")
         for each in found["tables"]
