@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from math import prod
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.pretrain import PretrainConfig
 from megatron.parallel.axes import INNER, OUTER, UNIONS
 from megatron.parallel.bucket import ALIGNMENT
-from megatron.parallel.buckets import BUCKET_BYTES
+from megatron.parallel.buckets import BUCKET_BYTES, IN_FLIGHT
 from megatron.parallel.mesh import ALONE, Axis
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan, consecutive
 from megatron.parallel.sharding import sharding_specs
@@ -55,13 +55,16 @@ class Parameter(NamedTuple):
 
 
 class PlannedBucket(NamedTuple):
-    """The first fields are as in megatron.parallel.bucket. numbers: elements without padding."""
+    """The first fields are as in megatron.parallel.bucket. numbers: elements without padding.
+    begun, left: as in Copy, of its first gradient."""
 
     size: int
     axes: Sequence[Axis]
     shared: Axis
     is_of_layer: bool
     numbers: int
+    begun: float
+    left: float
 
     @property
     def own(self) -> int:
@@ -89,6 +92,35 @@ class Model:
     buckets: Sequence[tuple[float, PlannedBucket]] = ()
     layers: Sequence[Sequence[PlannedBucket]] = ()
     agreement: Counter[Call] = field(default_factory=Counter)
+
+    def whole_gradients(self, *, is_repeated: bool) -> Iterator[tuple[float, float, int]]:
+        """(fraction of the backward, share of a layer's tensors, elements of whole gradients and of
+        sums that arrive) from ZeRO stage 2 on, where they are most: in the forward before and after
+        the head makes gradients, then when a bucket gets its first gradient. is_repeated: whether
+        another micro-batch came before, whose last sums nobody has waited for."""
+        ready, buckets = [when for when, _ in self.buckets], [each for _, each in self.buckets]
+        before = len(buckets[-IN_FLIGHT:]) * is_repeated
+        listed = buckets[len(buckets) - before :] + buckets
+        whole = [0, *accumulate(each.size for each in listed)]
+        own = [0, *accumulate(each.own for each in listed)]
+        of_head, summed = sum(each.size for each in buckets if each.begun < 0), before
+        yield from ((0.0, 1.0, whole[before] + own[before] + more) for more in (0, of_head))
+        for number, bucket in enumerate(listed[before:], start=before):
+            if bucket.begun < 0:  # from now on among the first ones
+                of_head -= bucket.size
+                continue
+            # Sums start in order; a bucket of other axes may wait for the first layer. In a layer,
+            # weights may begin a bucket before biases complete the previous one.
+            for is_late in (1, 0):
+                while summed < number and (
+                    ready[summed - before] <= bucket.begun
+                    or (summed < number - is_late and listed[summed].axes == bucket.axes)
+                ):
+                    summed += 1
+                first = max(0, summed - IN_FLIGHT)
+                held = whole[number + 1] - whole[first] + own[summed] - own[first]
+                share = bucket.left if is_late else float(bucket.left > 0)
+                yield bucket.begun, share, held + of_head
 
 
 def axes_of(
@@ -154,21 +186,33 @@ def parameters_of(
 
 class Copy(NamedTuple):
     """A parameter of the rank. layer: its layer, counted from the rank's first one; None outside of
-    layers. ready: the fraction of the last backward after which its gradient is complete."""
+    layers. begun, ready: the fractions of the last backward before which there is nothing of its
+    gradient, and after which it is complete. begun < 0: the head's, which the forward makes.
+    left: share of its layer's elements whose gradients come with it or later; 0 after layers."""
 
     parameter: Parameter
     layer: int | None
+    begun: float
     ready: float
+    left: float
 
 
 def _copied(listed: Sequence[Parameter], layers: int) -> Iterator[Copy]:
     """The parameters of so many layers, from those of one layer."""
     ready = 1.0
+    outside = [each for each in listed if each.is_trained and not each.is_of_layer]
+    head = max(outside[::-1], key=lambda each: each.local, default=None)
     for is_of_layer, group in groupby(listed, key=lambda each: each.is_of_layer):
         own = [*group]
+        left = [*accumulate(each.local for each in own)]
         for layer in range(layers) if is_of_layer else [None]:
-            when = ready if layer is None else 1 - layer / layers
-            yield from (Copy(each, layer, when) for each in own)
+            if layer is None:
+                for each in own:
+                    yield Copy(each, None, -1.0 if each is head else ready, ready, 1 - ready)
+            else:
+                begun, when = 1 - (layer + 1) / layers, 1 - layer / layers
+                for each, elements in zip(own, left, strict=True):
+                    yield Copy(each, layer, begun, when, elements / left[-1])
         ready = 0.0 if is_of_layer else ready
 
 
@@ -232,7 +276,8 @@ def model_of(
         size = sum(_round_up(each.parameter.local, ALIGNMENT) for each in own)
         size = _round_up(size, ALIGNMENT * prod(axis.size for axis in over))
         numbers = sum(each.parameter.local for each in own)
-        bucket = PlannedBucket(size, over, shared, unit is not None and unit >= 0, numbers)
+        is_of_layer, begun = unit is not None and unit >= 0, min(each.begun for each in own)
+        bucket = PlannedBucket(size, over, shared, is_of_layer, numbers, begun, own[0].left)
         buckets.append((max(each.ready for each in own), bucket))
         if bucket.is_of_layer:
             of_layers[unit or 0].append(bucket)

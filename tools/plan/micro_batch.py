@@ -17,10 +17,10 @@ middle rank does. Inputs are made, as nobody sends them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from itertools import pairwise
 from pkgutil import resolve_name
 from typing import Any
@@ -48,6 +48,7 @@ from tools.plan.layers import in_one_stage
 
 META = torch.device("meta")
 PHASES = ("forward", "recomputation", "backward")
+ADDS = ("add", "add_matmul")  # of a GradientView
 MIDDLE, LAST = 1, 2  # places in a pipeline of three ranks
 
 
@@ -59,6 +60,7 @@ class Trace:
     kept_by_stage: tuple[int, ...]  # from forward to backward, by virtual stage of the rank
     owed_by_stage: tuple[int, ...]  # from backward_input to backward_weight
     logits: int  # peak of the forward, above what is kept
+    head: int  # the same once gradients of the head are there, which the forward makes
     one_layer: int  # peak of the backward, above what is kept
     message: int  # the largest between stages
 
@@ -105,6 +107,7 @@ def trace(traced: MicroBatch) -> Trace:
     batch = local_tokens(batch.trimmed() if traced.is_trimmed else batch, mesh)
     own = range(rank, pipeline.stages, pipeline.ranks)
     held, peaks = list[int](), list[int]()  # at the start of each action
+    headless = list[int]()  # peak of the forward before the head has gradients
 
     def enter(action: Action) -> None:
         """Provides what other ranks would send."""
@@ -123,6 +126,15 @@ def trace(traced: MicroBatch) -> Trace:
 
     def entering(stage: int) -> Tensors:
         return as_tuple(model.stream(batch, pipeline.layers[stage].start))
+
+    def first(add: Callable[..., None], *arguments: Any) -> None:
+        if meter.phase == "forward" and not headless:
+            headless.append(meter.peak)
+            meter.peak = meter.live
+        add(*arguments)
+
+    for view in gradients.views:
+        vars(view).update({each: partial(first, getattr(view, each)) for each in ADDS})
 
     executor = Executor(
         model=model.train(),
@@ -151,8 +163,10 @@ def trace(traced: MicroBatch) -> Trace:
     kept, owed = changes[: len(own)], [0] * len(own)
     if len(changes) == 3 * len(own):
         owed = [size + each for size, each in zip(kept, changes[-2::-2], strict=False)]
-    forward_peak, peak = (each - sum(kept) for each in peaks)
-    return Trace(work, tuple(kept), tuple(owed), forward_peak, peak, message)
+    logits, peak = (each - sum(kept) for each in peaks)
+    head = logits if headless else 0
+    logits = max([logits, *(each - sum(kept) for each in headless)])
+    return Trace(work, tuple(kept), tuple(owed), logits, head, peak, message)
 
 
 def trace_of_depth(asked: MicroBatch) -> Trace:

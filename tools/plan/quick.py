@@ -155,5 +155,6 @@ def at_samples(one: Trace, two: Trace, samples: int) -> Trace | None:
             found.calls[call] += number
         work[phase] = found
     kept, message = (at(one.kept, two.kept),), at(one.message, two.message)
-    peaks = at(one.logits, two.logits), at(one.one_layer, two.one_layer)
+    names = ("logits", "head", "one_layer")
+    peaks = [at(getattr(one, each), getattr(two, each)) for each in names]
     return Trace(work, kept, kept, *peaks, message)

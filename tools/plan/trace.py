@@ -15,7 +15,7 @@ from itertools import accumulate, chain
 from typing import Any
 
 from megatron.config.pretrain import PretrainConfig
-from megatron.parallel.buckets import BUCKET_BYTES, IN_FLIGHT
+from megatron.parallel.buckets import BUCKET_BYTES
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.schedules import KINDS, WHOLE_MODEL, Facts, Lists, PipelinePlan, check
 from megatron.train.compiled import choose_graph
@@ -357,28 +357,22 @@ class Step:
 
     @property
     def in_flight(self) -> int:
-        """Peak bytes of ZeRO's buckets in a step. From stage 2 on: gradients of the bucket that
-        fills and of those being reduced, with the sums that arrive. In stage 3 also: weights of two
-        layers, and weights and gradients outside layers."""
+        """Bytes that ZeRO's buckets add to the peak, from stage 2 on: whole gradients with the sums
+        that arrive; in stage 3 also weights of the layers that run, and those outside layers."""
         if self.stage < 2:
             return 0
-        buckets = [bucket for _, bucket in self.model.buckets]
-        # In stage 2 a tied embedding is in the last bucket; the head makes its first gradients.
-        layers = [bucket for bucket in buckets if bucket.is_of_layer] or buckets[:-1] or buckets
-
-        def most(number: int) -> int:
-            starts = range(len(layers))
-            return max(sum(each.size for each in layers[first:][:number]) for first in starts)
-
-        # A layer's weights may begin the next bucket before its biases complete the current one.
-        begun = 1 if self.stage == 2 or any(len(each) > 1 for each in self.model.layers) else 0
-        flat = most(IN_FLIGHT + 1 + begun) + most(IN_FLIGHT) // layers[0].shared.size
-        if self.stage == 2:
-            return self.wide * (flat + buckets[-1].size)
-        whole = sum(each.size for each in layers)
-        rest = sum(each.size for each in buckets) - whole
-        weights = 2 * whole // max(1, len(self.model.layers)) + rest
-        return self.wide * (flat + rest) + self.width * weights
+        found, layer, rest = self.trace, 0, 0
+        if self.stage == 3:
+            layers = self.width * sum(bucket.size for each in self.model.layers for bucket in each)
+            rest = self.width * sum(bucket.size for _, bucket in self.model.buckets) - layers
+            layer = layers // max(1, len(self.model.layers))
+        first, *moments = self.model.whole_gradients(is_repeated=self.micro_batches > 1)
+        forward = (found.logits, first[-1]), (found.head, moments[0][-1])
+        peaks = [layer + peak + self.wide * gradients for peak, gradients in forward]
+        for done, share, gradients in moments:  # what layers keep is freed from the last one on
+            one = int(share * found.one_layer - done * self.activations) + 2 * layer * (done < 1)
+            peaks.append(one + self.wide * gradients)
+        return rest + max(peaks) - max(found.logits, found.one_layer)
 
     @cached_property
     def memory(self) -> dict[str, int]:

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainConfig
-from megatron.config.training import OptimizerConfig
 from megatron.data.batch import Batch
 from megatron.models.build import build_model
 from megatron.models.registry import find_kind
@@ -132,7 +131,7 @@ def state_on(
     rows, dtype, stage = vocabulary_of(config), DTYPES[precision], config.parallel.stage_of_zero
     model = build_model(config.model, mesh, rows, seed=None, dtype=dtype, pipeline=pipeline).train()
     gradients = GradientBuckets.for_master_weights(model, zero_stage=stage)
-    optimizer: Any = MasterWeights(gradients, OptimizerConfig()) if stage else None
+    optimizer: Any = MasterWeights(gradients, config.optimizer) if stage else None
     return TrainState(
         mesh=mesh,
         model=model,
