@@ -290,3 +290,10 @@ def test_how_right_a_plan_is(hardware: Hardware, sizes: dict[str, int], band: fl
     found, why = error_band(hardware, step)
     assert found == band
     assert why
+
+
+def test_shares_that_were_measured_are_no_datasheets() -> None:
+    step: Any = SimpleNamespace(ranks=1, tensor=1, context=1, stage=0)
+    words = [error_band(load_hardware(name), step) for name in ("dgx-h100", "h200")]
+    assert [band for band, _ in words] == [None, None]
+    assert ["datasheets" in why for _, why in words] == [True, False]
