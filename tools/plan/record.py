@@ -185,6 +185,7 @@ def summary(planned: Record) -> str:
     band = planned["error_band"]
     band = "not promised" if band is None else f"+-{100 * band:g} %"
     context = f"context-parallel {model['context']} by {model['cp_comm_type']}, "
+    largest = f" (stage {planned['pipeline']['largest_rank']} of {model['pipeline']} needs most)"
     return (
         f"{model['kind']}, {planned['parameters']:,} parameters on "
         f"{devices} devices ({planned['hardware']['name']}): "
@@ -197,7 +198,8 @@ def summary(planned: Record) -> str:
         f"in {model['precision']}: {planned['tokens_per_second']:,.0f} tokens/s, "
         f"MFU {100 * planned['mfu']:.1f} %\n"
         f"error band {band} ({planned['error_basis']})\n"
-        f"{held / 1e9:.2f} of {planned['memory_of_device_bytes'] / 1e9:.2f} GB of a device: "
+        f"{held / 1e9:.2f} of {planned['memory_of_device_bytes'] / 1e9:.2f} GB of a device"
+        f"{largest if model['pipeline'] > 1 else ''}: "
         f"{'fits' if planned['fits'] else 'DOES NOT FIT'}"
     )
 

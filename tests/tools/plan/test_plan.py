@@ -113,7 +113,7 @@ def test_the_tensor_parallel_mode_is_planned(tmp_path: Path) -> None:
     assert found["flops_per_step"] == of_1d["flops_per_step"]
 
 
-def test_every_stage_is_planned(tmp_path: Path) -> None:
+def test_every_stage_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--preset gpt2_xl_colossalai --gpus 8 --hardware dgx-a100 --no-fp16"
     virtual = "--num-virtual-stages-per-pipeline-rank 3 --pipeline-partition uniform"
     found = planned(tmp_path, f"{words} {virtual}")
@@ -142,6 +142,7 @@ def test_every_stage_is_planned(tmp_path: Path) -> None:
         "largest_rank": totals.index(max(totals)),
         "memory_per_stage_bytes": totals,
     }
+    assert f"(stage {totals.index(max(totals))} of 2 needs most)" in capsys.readouterr().out
     assert found["predicted_step_seconds"]["pipeline_bubble"] > 0
 
 
