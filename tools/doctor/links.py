@@ -111,8 +111,9 @@ def tables(mesh: Mesh, in_server: int) -> Tables:
     if (servers := mesh.size() // in_server) > 1:
         groups[f"{mesh.size()}/{servers}"] = ranks.view(1, -1)
         groups[f"{servers}/{servers}"] = ranks.view(servers, in_server).T
-        if servers > 2 and servers % 2 == 0:  # for messages
-            groups["2/2"] = ranks.view(-1, 2, in_server).transpose(1, 2).reshape(-1, 2)
+        if servers > 2:  # for messages; ranks of an odd last server have no partner
+            paired = ranks[: servers // 2 * 2 * in_server].view(-1, 2, in_server)
+            groups["2/2"] = paired.transpose(1, 2).reshape(-1, 2)
     found: Tables = {}
     for name, members in groups.items():
         axis = mesh.control.new_axis(f"measured {name}", members)
@@ -140,7 +141,9 @@ def _calls(axis: Axis, size: int, device: torch.device) -> Mapping[str, Callable
         "all_gather": lambda: start_gather(part, axis, whole)(),
         "reduce_scatter": lambda: start_sum(whole, axis, axis, part)(),
     }
+    pass_on = start_receive if axis.rank else start_send
     if axis.size == 2:
-        pass_on = start_receive if axis.rank else start_send
         calls["message"] = lambda: pass_on(whole, axis, 1 - axis.rank, "a measured message")()
+    elif axis.size == 1:  # without a partner
+        calls["message"] = lambda: None
     return calls

@@ -280,17 +280,22 @@ def test_a_busy_machine_has_no_description() -> None:
 SIZES = (2**6, 2**10, 2**12)
 
 
-def tables_of_two_servers() -> links.Tables:
-    """Tables of two servers with two ranks each."""
+def tables_of_servers(ranks: int, in_server: int) -> links.Tables:
     with patch.object(links, "TABLED", {"cpu": SIZES}):
-        return links.tables(mesh_of_ranks(4), 2)
+        return links.tables(mesh_of_ranks(ranks), in_server)
 
 
-def test_collectives_inside_servers_and_between_them(gloo: Pool) -> None:
-    found = gloo.run(4, tables_of_two_servers)
-    assert found == [found[0]] * 4  # the slowest rank's, on each of them
+@pytest.mark.parametrize(
+    ("ranks", "in_server", "pairs", "others"),
+    [(4, 2, {"2", "2/2"}, {"4/2"}), (3, 1, {"2/2"}, {"3/3"})],
+)
+def test_collectives_inside_servers_and_between_them(
+    gloo: Pool, ranks: int, in_server: int, pairs: set[str], others: set[str]
+) -> None:
+    found = gloo.run(ranks, tables_of_servers, ranks, in_server)
+    assert found == [found[0]] * ranks  # the slowest rank's, on each of them
     for kind, tables in found[0].items():
-        assert {*tables} == {"2", "2/2"} | ({"4/2"} if kind != "message" else set())
+        assert {*tables} == pairs | (others if kind != "message" else set())
         for rows in tables.values():
             assert tuple(size for size, _ in rows) == SIZES
             assert min(seconds for _, seconds in rows) > 0
