@@ -222,6 +222,9 @@ class InterruptionsConfig(FilesConfig):
         positive(self, "gpus", "step_seconds")
 
 
+SIZES = ("tensor_sizes", "context_sizes", "micro_batches", "recomputations")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeasureConfig:
     measure: Path
@@ -231,6 +234,9 @@ class MeasureConfig:
     tensor_sizes: tuple[int, ...] = ()
     """Tensor-parallel sizes to time, with and without sequence parallelism; by default that of
     the layout."""
+
+    context_sizes: tuple[int, ...] = ()
+    """Context-parallel sizes to time; by default that of the layout."""
 
     micro_batches: tuple[int, ...] = ()
     """Micro-batch sizes to time; by default that of the layout."""
@@ -390,11 +396,12 @@ def measure(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     if MODELS & {word.partition("=")[0] for word in arguments}:
         config: Any = parse(program_of(arguments, question=MeasureConfig), arguments, environ)
         settings: MeasureConfig = config.question
-        sizes = settings.tensor_sizes, settings.micro_batches, settings.recomputations
-        configs = variants(of_pretraining(config), ranks, *sizes)
+        configs = variants(
+            of_pretraining(config), ranks, *(getattr(settings, each) for each in SIZES)
+        )
     else:
         settings = parse(MeasureConfig, arguments, environ)
-        for name in ("tensor_sizes", "micro_batches", "recomputations"):
+        for name in SIZES:
             if value := getattr(settings, name):
                 allowed = "left out without a model to time"
                 works = (*spelling(name, value), "--preset", "quickstart")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from itertools import product
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -123,6 +124,7 @@ def read_layers(tables: Sequence[Mapping[str, Any]]) -> tuple[Layer, ...]:
     return tuple(found)
 
 
+@cache
 def in_one_stage(parallel: TrainingParallelConfig) -> TrainingParallelConfig:
     """The same division of a layer, without a pipeline and without ZeRO."""
     names = ("pipeline_schedule", EACH, VIRTUAL, *ENDS)
@@ -135,30 +137,34 @@ def variants(
     config: PretrainConfig,
     ranks: int,
     tensor_sizes: Sequence[int] = (),
+    context_sizes: Sequence[int] = (),
     micro_batches: Sequence[int] = (),
     recomputations: Sequence[str] = (),
 ) -> list[PretrainConfig]:
     """The config at these sizes, by default at its own, without a pipeline and ZeRO, which cut no
     layer; where tensor parallelism allows it, with and without sequence parallelism. Each runs on
-    t of the ranks, while the others do the same. Raises UsageError where one cannot."""
+    t c of the ranks, while the others do the same; pairs of t and c for which these are too few are
+    left out. Raises UsageError where one cannot run, or none is left."""
     given = config.parallel
     whole = replace(in_one_stage(given), sequence_parallel=False)
+    allowed = f"divisors of the {ranks} processes: torchrun --nproc-per-node"
 
     def found() -> Iterator[PretrainConfig]:
-        for size, batch, again in product(
+        for size, context, batch, again in product(
             tensor_sizes or (given.tensor_model_parallel_size,),
+            context_sizes or (given.context_parallel_size,),
             micro_batches or (config.training.micro_batch_size,),
             recomputations or (config.model.recompute_granularity,),
         ):
-            if size < 1 or ranks % size:
-                fit = max(n for n in range(1, ranks + 1) if not ranks % n and n <= max(1, size))
-                allowed = f"divisors of the {ranks} processes: torchrun --nproc-per-node"
-                raise UsageError(
-                    "--tensor-sizes", size, allowed, works=("--tensor-sizes", str(fit))
-                )
+            for name, each in (("--tensor-sizes", size), ("--context-sizes", context)):
+                if each < 1 or ranks % each:
+                    fit = max(n for n in range(1, ranks + 1) if not ranks % n and n <= max(1, each))
+                    raise UsageError(name, each, allowed, works=(name, str(fit)))
+            if ranks % (size * context):
+                continue
             training = replace(config.training, micro_batch_size=batch, global_batch_size=None)
             model = replace(config.model, recompute_granularity=again)
-            cut = replace(whole, tensor_model_parallel_size=size)
+            cut = replace(whole, tensor_model_parallel_size=size, context_parallel_size=context)
             one = replace(config, model=model, training=training, parallel=cut)
             one.check(ranks)
             yield one
@@ -168,4 +174,8 @@ def variants(
                     rows.check(ranks)
                     yield rows
 
-    return [*found()]
+    if not (several := [*found()]):
+        sizes = context_sizes or (given.context_parallel_size,)
+        name, allowed = "--context-sizes", f"with the tensor-parallel size {allowed}"
+        raise UsageError(name, " ".join(map(str, sizes)), allowed, works=(name, "1"))
+    return several

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megatron.errors import UsageError
 from megatron.parallel.mesh import serial_mesh
 from tests.dist import Pool
 from tests.programs import start_ranks
@@ -22,7 +23,7 @@ from tools.doctor import description, links
 from tools.doctor.layers import Timed
 from tools.plan import __main__ as plan
 from tools.plan.hardware import Hardware, Ring, load_hardware, read_hardware
-from tools.plan.layers import Layer, Shape
+from tools.plan.layers import Layer, Shape, variants
 from tools.plan.timing import host_seconds, idle_on_shared_cores, predict
 from tools.plan.trace import Step
 
@@ -252,6 +253,7 @@ def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], named: str)
         ("--tensor-sizes 2", "--tensor-sizes"),  # without a model
         ("--preset quickstart --tensor-sizes 1 2", "--tensor-sizes"),  # of one process
         ("--preset quickstart --tensor-sizes 0", "--tensor-sizes"),
+        ("--preset quickstart --context-sizes 1 2", "--context-sizes"),
         ("--preset quickstart --recomputations some", "--recomputations"),
         ("--preset quickstart --num-attention-heads 3", "--num-attention-heads"),
         ("--preset quickstart --micro-batches 0", "--micro-batch-size"),
@@ -261,6 +263,15 @@ def test_what_cannot_be_timed_is_refused(words: str, flag: str, tmp_path: Path) 
     error = refusal(lambda: plan.main([f"--measure={tmp_path}/here.toml", *words.split()], {}))
     assert field_of(error) == flag
     assert not [*tmp_path.iterdir()]
+
+
+def test_pairs_of_sizes_that_the_ranks_cannot_form_are_left_out() -> None:
+    config = preset("quickstart")
+    found = variants(config, 4, (1, 4), (1, 2))
+    sizes = [each.parallel.sizes for each in found if not each.parallel.sequence_parallel]
+    assert [(each["tensor"], each["context"]) for each in sizes] == [(1, 1), (1, 2), (4, 1)]
+    with pytest.raises(UsageError, match="--context-sizes"):
+        variants(config, 4, (4,), (2,))
 
 
 def test_noise_of_an_update() -> None:
@@ -310,9 +321,11 @@ TINY = "--preset quickstart --hidden-size 128 --seq-length 64 --vocab-size 512 -
 
 
 def test_two_processes_time_their_layers(tmp_path: Path) -> None:
-    """Layers on one rank, and on two with and without sequence parallelism, each at two sizes."""
+    """Layers on one rank, and on two by context and by tensor parallelism, the latter with and
+    without sequence parallelism, each at two sizes."""
     file = tmp_path / "here.toml"
-    words = f"--measure {file} {TINY} --tensor-sizes 1 2 --micro-batches 1 2 --zero-stage 2"
+    words = f"--measure {file} {TINY} --zero-stage 2 --micro-batches 1 2"
+    words += " --tensor-sizes 1 2 --context-sizes 1 2"
     with start_ranks(partial(run, words.split()), range(2), 2, tmp_path) as ranks:
         assert ranks.wait() == [0, 0], ranks.text()
     found = load_hardware(str(file))
@@ -322,15 +335,17 @@ def test_two_processes_time_their_layers(tmp_path: Path) -> None:
         assert len(table) >= 3
     assert found.optimizer_bandwidth is not None
     shapes = [each.shape for each in found.layers]
+    contexts = ["context_parallel_size=2" in each.settings for each in shapes]
+    assert contexts == [False] * 2 + [True] * 2 + [False] * 4
     assert [(each.tensor, each.sequence_parallel, each.micro_batch) for each in shapes] == [
-        (1, False, 1),
-        (1, False, 2),
+        *2 * [(1, False, 1), (1, False, 2)],
         (2, False, 1),
         (2, True, 1),
         (2, False, 2),
         (2, True, 2),
     ]
-    for flags in ("--num-layers 6", "--tensor-model-parallel-size 2 --sequence-parallel"):
+    tensor = "--tensor-model-parallel-size 2 --sequence-parallel"
+    for flags in ("--num-layers 6", "--context-parallel-size 2", tensor):
         config = preset("quickstart", TINY.removeprefix("--preset quickstart"), flags)
         config = replace(config, training=replace(config.training, micro_batch_size=2))
         step = Step(config, 2, "fp32", "cpu")
