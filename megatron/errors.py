@@ -1,31 +1,51 @@
-"""The errors that a program reports in one message, and the spelling of settings in them. A leaf:
-it imports nothing of megatron."""
+"""The errors that a program reports in one message, and the spelling of settings in them: as flags
+of a command line, or as lines of a TOML file. A leaf: it imports nothing of megatron."""
 
 import json
 import shlex
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
 
 
 class UsageError(ValueError):
-    """A flag's value that cannot be used.
+    """A setting's value that cannot be used.
 
-        UsageError("--seq-length", 2048, "at most --max-position-embeddings 1024",
+        UsageError("--seq-length", 2048, "at most {} 1024", "--max-position-embeddings",
                    works=("--seq-length", "1024"))
 
     reads `--seq-length 2048: must be at most --max-position-embeddings 1024; --seq-length 1024
-    works`. works: arguments that are accepted in place of the flag and its value, or only another
-    value of the flag; the tests of refusals run them.
+    works`, and `in_toml` reads `seq_length = 2048: must be at most max_position_embeddings 1024;
+    seq_length = 1024 works`.
+
+    others: flags of other settings, in place of each {} in `allowed`. works: arguments that are
+    accepted in place of the flag and its value, or only another value of the flag; the tests of
+    refusals run them.
     """
 
-    def __init__(self, flag: str, value: object, allowed: str, *, works: object = ()) -> None:
-        super().__init__(flag, value, allowed)  # a copy for another rank is made from them
-        self.flag, self.value, self.allowed = flag, value, allowed
+    def __init__(
+        self, flag: str, value: object, allowed: str, *others: str, works: object = ()
+    ) -> None:
+        super().__init__(flag, value, allowed, *others)  # a copy for another rank is made from them
+        self.flag, self.field, self.value, self.others = flag, field_of(flag), value, others
+        self.allowed = allowed.format(*others) if others else allowed
         self.works: tuple[str, ...] = works if isinstance(works, tuple) else (flag, str(works))
 
     def __str__(self) -> str:
-        text = self.flag if self.value is None else f"{self.flag} {self.value}"
-        cure = f"; {shlex.join(self.works)} works" if self.works else ""
-        return f"{text}: must be {self.allowed}{cure}"
+        given = self.flag if self.value is None else f"{self.flag} {self.value}"
+        return _message(given, self.allowed, shlex.join(self.works))
+
+    def in_toml(self, kinds: Mapping[str, Any], given: str | None = None) -> str:
+        """The message for a setting in a TOML file. kinds: types of the settings that may stand
+        beside it, in whose place flags have no meaning. given: the setting as it stands there."""
+        words = (self.flag,) if self.value is None else (self.flag, self.value)
+        given = given or line_of(words, kinds) or " ".join(map(str, words))
+        allowed = self.allowed
+        if self.others:
+            lines = [line_of([each], kinds, is_named=True) or each for each in self.others]
+            allowed = self.args[2].format(*lines)
+        cures = [line_of(words, kinds) for words in by_flag(self.works)]
+        cure = shlex.join(self.works) if None in cures else " and ".join(map(str, cures))
+        return _message(given, allowed, cure)
 
 
 class CommandLineError(ValueError):
@@ -36,9 +56,18 @@ class OutOfMemoryError(RuntimeError):
     """An allocation of a rank failed; the message says what helps (megatron/train/machine.py)."""
 
 
+def _message(given: str, allowed: str, cure: str) -> str:
+    return f"{given}: must be {allowed}" + (f"; {cure} works" if cure else "")
+
+
 def flag(field: str) -> str:
     """The command line's spelling of a field: --seq-length for seq_length."""
     return "--" + field.replace("_", "-")
+
+
+def field_of(flag: str) -> str:
+    """The field that a flag spells; another name, such as that of a file, is returned unchanged."""
+    return flag[2:].replace("-", "_") if flag.startswith("--") else flag
 
 
 def switch(field: str, on: bool) -> str:
@@ -53,6 +82,41 @@ def spelling(field: str, value: Any) -> tuple[str, ...]:
     return (flag(field), *map(str, value if isinstance(value, list | tuple) else [value]))
 
 
+def by_flag(words: Iterable[str]) -> list[list[str]]:
+    """Arguments as a list for each flag, with its values."""
+    found: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") or not found:
+            found.append([])
+        found[-1].append(word)
+    return found
+
+
 def setting(field: str, value: Any) -> str:
     """The spelling of a field and its value in a TOML file: append_eod = false."""
     return f"{field} = {json.dumps(value, default=str, ensure_ascii=False)}"
+
+
+def line_of(
+    words: Sequence[Any], kinds: Mapping[str, Any], *, is_named: bool = False
+) -> str | None:
+    """A flag and its values as a line of a TOML file: append_eod = false for --no-append-eod; None
+    if the file cannot hold it. kinds: types of the file's settings. is_named: a flag without a
+    value stands for its setting, and not for the value true."""
+    field, values = field_of(words[0]), [_typed(each) for each in words[1:]]
+    turned_off = field.removeprefix("no_")
+    if field not in kinds:
+        return setting(turned_off, False) if turned_off in kinds and not values else None
+    if not values:
+        is_switch = bool in (kinds[field], *get_args(kinds[field]))
+        return setting(field, True) if is_switch and not is_named else field
+    return setting(field, values if len(values) > 1 else values[0])
+
+
+def _typed(value: Any) -> Any:
+    """A number stays a number in a file; any other argument is text."""
+    try:
+        number = json.loads(value)
+    except (TypeError, ValueError):
+        return value
+    return number if type(number) in (int, float) else value

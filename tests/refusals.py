@@ -14,7 +14,7 @@ from megatron.errors import CommandLineError, UsageError
 Program = Callable[[list[str]], object]
 ALIASES = {"--model-parallel-size": "--tensor-model-parallel-size"}
 TYRO = (  # tyro's messages, up to the flag or word that is wrong
-    r"(?s)(?:Unrecognized options: |Error parsing |invalid choice .*? for argument '"
+    r"(?:Unrecognized options: |Error parsing |invalid choice .*? for argument '"
     r"|Missing value for argument '|Missing from\s.*?(?::\s+|\.py\s+(?=--)))([\w-]+)"
 )
 ERRORS = (ValueError, OSError, RuntimeError, TypeError)
@@ -105,7 +105,7 @@ def field_of(error: Exception | str) -> str:
     if isinstance(error, UsageError):
         return error.flag
     text = error.rpartition("error: ")[2] if isinstance(error, str) else str(error)
-    if found := re.match(TYRO, " ".join(text.split())):  # tyro breaks lines
+    if found := re.search(TYRO, " ".join(re.sub("[─-╿]", "", text).split())):  # in a box
         return found[1].replace("_", "-")
     return re.split(r"[\s:,;]", text.strip(), maxsplit=1)[0]
 

@@ -40,14 +40,19 @@ def at_least(config: Any, **least: int) -> None:
         _check(config, [field], f"at least {number}", partial(le, number), number)
 
 
-def at_most(config: Any, field: str, most: float, name: str, *, works: object = None) -> None:
+def at_most(
+    config: Any, field: str, most: float, name: str, *others: str, works: object = None
+) -> None:
     """Refuse a value above `most`, the value of another flag or file, whose name is `name`.
 
-    works: what works in its place, if not `most`.
+    others: see UsageError; the flags of a longer name. works: what works in its place, if not
+    `most`.
     """
     value = getattr(config, field)
     if value is not None and not value <= most:
-        raise UsageError(flag(field), value, f"at most {name} {most}", works=works or most)
+        allowed, others = (name, others) if others else ("{}", (name,))
+        text = f"at most {allowed} {most}"
+        raise UsageError(flag(field), value, text, *others, works=works or most)
 
 
 def divides(config: Any, field: str, whole: int, name: str) -> None:
@@ -57,29 +62,31 @@ def divides(config: Any, field: str, whole: int, name: str) -> None:
     if value is not None and whole % value:
         divisors = [n for n in range(1, whole + 1) if whole % n == 0]
         nearest = min(divisors, key=lambda n: (abs(n - value), -n))
-        raise UsageError(flag(field), value, f"a divisor of {name} {whole}", works=nearest)
+        raise UsageError(flag(field), value, f"a divisor of {{}} {whole}", name, works=nearest)
 
 
 def needs(config: Any, field: str, *others: str) -> None:
     """Refuse a field that is set where none of the others is."""
     if not any(is_set(config, other) for other in others):
-        _refuse_set(config, field, f"given with {' or '.join(map(flag, others))}")
+        names = " or ".join(["{}"] * len(others))
+        _refuse_set(config, field, f"given with {names}", *map(flag, others))
 
 
 def excludes(config: Any, field: str, *others: str, because: str = "") -> None:
     """Refuse a field that is set where one of the others is, too."""
     if both := [other for other in others if is_set(config, other)]:
-        names = " and ".join(spelling(other, getattr(config, other))[0] for other in both)
+        names = [spelling(other, getattr(config, other))[0] for other in both]
         reason = f", {because}" if because else ""
-        _refuse_set(config, field, f"given without {names}{reason}")
+        without = " and ".join(["{}"] * len(names))
+        _refuse_set(config, field, f"given without {without}{reason}", *names)
 
 
-def left_out(config: Any, field: str, reason: str, *, works: object = None) -> None:
-    """Refuse a field that is set, for a reason outside its config: "with --mock-data".
+def left_out(config: Any, field: str, reason: str, *others: str, works: object = None) -> None:
+    """Refuse a field that is set, for a reason outside its config: "with {}", "--mock-data".
 
-    works: the value that works in its place, if not the default.
+    others: see UsageError. works: the value that works in its place, if not the default.
     """
-    _refuse_set(config, field, f"left out {reason}", works)
+    _refuse_set(config, field, f"left out {reason}", *others, works=works)
 
 
 def is_set(config: Any, field: str) -> bool:
@@ -91,13 +98,13 @@ def _default(config: Any, field: str) -> Any:
     return getattr(type(config), field, None)
 
 
-def _refuse_set(config: Any, field: str, allowed: str, works: object = None) -> None:
+def _refuse_set(config: Any, field: str, allowed: str, *others: str, works: object = None) -> None:
     """The default is what works, if the rule names nothing else."""
     if is_set(config, field):
         name, *values = spelling(field, getattr(config, field))
         value = _default(config, field) if works is None else works
         cure = () if value in (None, ()) else spelling(field, value)
-        raise UsageError(name, " ".join(values) or None, allowed, works=cure)
+        raise UsageError(name, " ".join(values) or None, allowed, *others, works=cure)
 
 
 def _check(

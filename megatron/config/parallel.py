@@ -13,6 +13,7 @@ from megatron.parallel.axes import INNER, UNIONS, token_pieces
 
 HEADS, HIDDEN = "--num-attention-heads", "--hidden-size"
 TENSOR, CONTEXT = "--tensor-model-parallel-size", "--context-parallel-size"
+MODE, COMM, LAYERS = "--tensor-parallel-mode", "--cp-comm-type", "--num-layers"
 STAGES = "pipeline_model_parallel_size"
 EACH = "num_layers_per_virtual_pipeline_stage"
 VIRTUAL = "num_virtual_stages_per_pipeline_rank"
@@ -50,12 +51,12 @@ class ParallelConfig:
         mode, size = self.tensor_parallel_mode, self.tensor_model_parallel_size
         depth, dims = self.tensor_parallel_depth, self.grid_dims
         if mode != "2.5d":
-            left_out(self, "tensor_parallel_depth", "without --tensor-parallel-mode 2.5d")
+            left_out(self, "tensor_parallel_depth", "without {} 2.5d", MODE)
         if size != depth * self.side**dims:
             shapes = {"2d": "a square", "3d": "a cube"}
             shape = shapes.get(mode, f"--tensor-parallel-depth {depth} times a square")
-            allowed = f"{shape} with --tensor-parallel-mode {mode}"
-            raise UsageError(TENSOR, size, allowed, works=depth * max(2, self.side) ** dims)
+            allowed = f"{shape} with {{}} {mode}"
+            raise UsageError(TENSOR, size, allowed, MODE, works=depth * max(2, self.side) ** dims)
 
     @property
     def grid_dims(self) -> int:
@@ -121,10 +122,11 @@ class ParallelConfig:
                 for n in smaller
                 if not world_size % (n * others) and not any(whole % n for whole in divided)
             ]
-            of_model = "".join(f"{name} {width} and of " for name, width in widths.items())
-            allowed = f"a divisor of {of_model if mode == '1d' else ''}the processes: "
-            allowed += f"torchrun --nproc-per-node, now {world_size}"
-            raise UsageError(TENSOR, size, allowed, works=fitting[-1] if fitting else ())
+            names = [*widths] if mode == "1d" else []
+            of_model = "".join(f"{{}} {widths[name]} and of " for name in names)
+            allowed = f"a divisor of {of_model}the processes: torchrun --nproc-per-node, now "
+            works = fitting[-1] if fitting else ()
+            raise UsageError(TENSOR, size, f"{allowed}{world_size}", *names, works=works)
         for name, width in widths.items():
             # In 3D a weight's input dim is cut along two axes; the columns of a head are never cut.
             parts = side**2 if mode == "3d" and "heads" not in name else side
@@ -134,9 +136,9 @@ class ParallelConfig:
                 if name == HEADS:
                     hidden = widths.get(HIDDEN, 1)
                     fitting = [n for n in range(side, hidden + 1, side) if not hidden % n]
-                allowed = f"a multiple of {parts} with --tensor-parallel-mode {mode} and "
-                allowed += f"{TENSOR} {size}"
-                raise UsageError(name, width, allowed, works=fitting[0] if fitting else ())
+                allowed = f"a multiple of {parts} with {{}} {mode} and {{}} {size}"
+                works = fitting[0] if fitting else ()
+                raise UsageError(name, width, allowed, MODE, TENSOR, works=works)
 
     def _check_own(self, world_size: int) -> None:
         """The first part of `check`: nothing here; subclasses check their own settings."""
@@ -158,10 +160,10 @@ class ContextParallelConfig(ParallelConfig):
         super().__post_init__()
         positive(self, "context_parallel_size")
         if (mode := self.tensor_parallel_mode) != "1d":
-            reason = f"with --tensor-parallel-mode {mode}, which cuts the hidden states already"
-            left_out(self, "context_parallel_size", reason)
+            reason = f"with {{}} {mode}, which cuts the hidden states already"
+            left_out(self, "context_parallel_size", reason, MODE)
         if self.context_parallel_size == 1:
-            left_out(self, "cp_comm_type", f"without {CONTEXT} above 1")
+            left_out(self, "cp_comm_type", "without {} above 1", CONTEXT)
 
     @property
     def context_type(self) -> str:
@@ -194,8 +196,9 @@ class ContextParallelConfig(ParallelConfig):
             return
         if world_size % math.prod(self.sizes.values()):
             others = {flag(STAGES): self.sizes.get("pipeline", 1), TENSOR: tensor}
-            named = [f"{name} {size}" for name, size in others.items() if size > 1]
-            allowed = f"such that it times {' x '.join(named)} divides" if named else "a divisor of"
+            names = [name for name, size in others.items() if size > 1]
+            named = " x ".join(f"{{}} {others[name]}" for name in names)
+            allowed = f"such that it times {named} divides" if names else "a divisor of"
             allowed += f" the processes: torchrun --nproc-per-node, now {world_size}"
             parts = math.prod(others.values())
             fitting = [n for n in range(1, context) if not world_size % (n * parts)]
@@ -203,18 +206,16 @@ class ContextParallelConfig(ParallelConfig):
                 fitting = [n for n in fitting if not (heads or 0) % (n * tensor)]
             # A ring of one is refused, too.
             works = fitting[-1] if fitting[-1] > 1 or not self.is_ring else ()
-            raise UsageError(CONTEXT, context, allowed, works=works)
+            raise UsageError(CONTEXT, context, allowed, *names, works=works)
         if heads is not None and not self.is_ring and heads % (context * tensor):
-            allowed = f"such that it times {TENSOR} {tensor} divides {HEADS} {heads} with "
-            allowed += "--cp-comm-type a2a"
-            ring = (CONTEXT, str(context), "--cp-comm-type", "p2p")
-            raise UsageError(CONTEXT, context, allowed, works=ring)
+            allowed = f"such that it times {{}} {tensor} divides {{}} {heads} with {{}} a2a"
+            ring = (CONTEXT, str(context), COMM, "p2p")
+            raise UsageError(CONTEXT, context, allowed, TENSOR, HEADS, COMM, works=ring)
         pieces = self.context_pieces * (tensor if self.cuts_stream else 1)
         if seq_length is not None and seq_length % pieces:
-            allowed = f"a multiple of {pieces} with {CONTEXT} {context}"
-            allowed += f" and --cp-comm-type {self.cp_comm_type}"
-            nearest = math.ceil(seq_length / pieces) * pieces
-            raise UsageError("--seq-length", seq_length, allowed, works=nearest)
+            allowed = f"a multiple of {pieces} with {{}} {context} and {{}} {self.cp_comm_type}"
+            works = math.ceil(seq_length / pieces) * pieces
+            raise UsageError("--seq-length", seq_length, allowed, CONTEXT, COMM, works=works)
 
     def check_images(self, tokens: int, works: object = 1) -> None:
         """Raise UsageError if images of so many tokens have no equal parts. works: see there."""
@@ -225,8 +226,8 @@ class ContextParallelConfig(ParallelConfig):
     def check_model(self, model: Any) -> None:
         """Raise UsageError if a model with this config cannot run in these parts."""
         if self.is_ring and model.recompute_granularity == "selective":
-            reason = "with --cp-comm-type p2p, whose attention keeps no probabilities"
-            left_out(model, "recompute_granularity", reason, works="full")
+            reason = "with {} p2p, whose attention keeps no probabilities"
+            left_out(model, "recompute_granularity", reason, COMM, works="full")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,11 +248,11 @@ class FinetuneParallelConfig(ContextParallelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (mode := self.tensor_parallel_mode) != "1d":
-            reason = f"with --tensor-parallel-mode {mode}, which cuts the hidden states already"
-            left_out(self, "sequence_parallel", reason)
+            reason = f"with {{}} {mode}, which cuts the hidden states already"
+            left_out(self, "sequence_parallel", reason, MODE)
         if self.zero_stage > 1:
-            reason = f"with --zero-stage {self.zero_stage}, which does more"
-            left_out(self, "use_distributed_optimizer", reason)
+            reason = f"with {{}} {self.zero_stage}, which does more"
+            left_out(self, "use_distributed_optimizer", reason, "--zero-stage")
 
     @property
     def stage_of_zero(self) -> int:
@@ -317,7 +318,7 @@ class TrainingParallelConfig(FinetuneParallelConfig):
         of_virtual = (EACH,) if self.num_virtual_stages_per_pipeline_rank == 1 else (EACH, VIRTUAL)
         if self.pipeline_model_parallel_size == 1:
             for name in (*of_virtual, *ENDS):
-                left_out(self, name, f"without {flag(STAGES)} above 1")
+                left_out(self, name, "without {} above 1", flag(STAGES))
         for name in ENDS:
             excludes(self, name, *of_virtual, "pipeline_partition")
         if self.zero_stage > 1 and self.pipeline_model_parallel_size > 1:
@@ -344,48 +345,50 @@ class TrainingParallelConfig(FinetuneParallelConfig):
             most = max(n for n in range(1, stages) if not world_size % (n * tensor))
             is_needed = any(is_set(self, name) for name in (EACH, VIRTUAL, *ENDS))
             works = most if most > 1 or not is_needed else ()
-            allowed = f"such that it times {TENSOR} {tensor} divides the processes: torchrun "
+            allowed = f"such that it times {{}} {tensor} divides the processes: torchrun "
             allowed += f"--nproc-per-node, now {world_size}"
-            raise UsageError(flag(STAGES), stages, allowed, works=works)
+            raise UsageError(flag(STAGES), stages, allowed, TENSOR, works=works)
 
     def check_model(self, model: Any) -> None:
         """Raise UsageError also if it cannot have these stages or this schedule."""
         super().check_model(model)
         layers, stages = model.num_layers, self.pipeline_model_parallel_size
-        of_model = f"--num-layers {layers}"
+        of_model = f"{{}} {layers}"
         if (each := self.num_layers_per_virtual_pipeline_stage) is not None:
             if layers % stages:
-                left_out(self, EACH, f"where {stages} stages do not divide {of_model}")
+                left_out(self, EACH, f"where {stages} stages do not divide {of_model}", LAYERS)
             fitting = [n for n in range(1, layers // stages) if not layers // stages % n]
             if each not in fitting:
                 allowed = f"a divisor of {of_model} / {stages} stages, below it: several of a stage"
                 works: Any = fitting[-1] if fitting else (flag(VIRTUAL), "1")
-                raise UsageError(flag(EACH), each, allowed, works=works)
-        at_most(self, VIRTUAL, max(1, layers // stages), f"{of_model} / {stages} stages, rounded:")
+                raise UsageError(flag(EACH), each, allowed, LAYERS, works=works)
+        rounded = f"{of_model} / {stages} stages, rounded:"
+        at_most(self, VIRTUAL, max(1, layers // stages), rounded, LAYERS)
         most = max(n for n in range(1, layers + 1) if not stages % n)
-        at_most(self, STAGES, layers, "--num-layers", works=most)
+        at_most(self, STAGES, layers, LAYERS, works=most)
         virtual = self.virtual_stages(layers)
         if layers % virtual:
             reason = f"where {virtual} virtual stages do not divide {of_model}"
-            left_out(self, "pipeline_partition", reason)
+            left_out(self, "pipeline_partition", reason, LAYERS)
         # Each of the other stages has at least one layer; two stages have all of them.
         first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
         between = max(0, stages - 2)
-        at_most(self, ENDS[0], layers - between - 1, f"{of_model} without those of other stages:")
+        rest = f"{of_model} without those of other stages:"
+        at_most(self, ENDS[0], layers - between - 1, rest, LAYERS)
         most = layers - between - (first or 1)
-        at_most(self, ENDS[1], most, f"{of_model} without those of other stages:")
+        at_most(self, ENDS[1], most, rest, LAYERS)
         if stages == 2 and first is not None and last is not None and last < most:
             allowed = f"the {most} other layers of {of_model}"
-            raise UsageError(flag(ENDS[1]), last, allowed, works=most)
-        schedule, instead, reason = self.pipeline_schedule, "1f1b", ""
+            raise UsageError(flag(ENDS[1]), last, allowed, LAYERS, works=most)
+        schedule, instead, reason, others = self.pipeline_schedule, "1f1b", "", [flag(STAGES)]
         if schedule == "interleaved" and virtual == 1:
-            reason = f"where a process has one virtual stage, without {flag(VIRTUAL)}"
+            reason, others = "where a process has one virtual stage, without {}", [flag(VIRTUAL)]
         elif schedule in ("gpipe", "zb-h1") and stages == 1:
-            reason = f"with {flag(STAGES)} 1, where it would only take memory"
+            reason = "with {} 1, where it would only take memory"
         elif schedule in ("gpipe", "1f1b", "zb-h1") and virtual > 1:
-            reason = f"or interleaved with {virtual} virtual stages"
-            instead = "interleaved"
+            reason, instead = f"or interleaved with {virtual} virtual stages", "interleaved"
         elif schedule == "zb-h1" and model.recompute_granularity == "full":
-            reason = "with --recompute-granularity full: zero bubble keeps what it frees"
+            reason = "with {} full: zero bubble keeps what it frees"
+            others = ["--recompute-granularity"]
         if reason:
-            left_out(self, "pipeline_schedule", reason, works=instead)
+            left_out(self, "pipeline_schedule", reason, *others, works=instead)

@@ -12,7 +12,6 @@ import inspect
 import io
 import itertools
 import os
-import re
 import select
 import sys
 import textwrap
@@ -21,7 +20,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, make_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from megatron.config import help as helps
 from megatron.config.launch import is_first, write_error_file
@@ -34,7 +33,16 @@ from megatron.config.presets import (
     read_toml,
     settings_of,
 )
-from megatron.errors import CommandLineError, UsageError, flag, setting, spelling
+from megatron.errors import (
+    CommandLineError,
+    UsageError,
+    by_flag,
+    field_of,
+    flag,
+    setting,
+    spelling,
+    switch,
+)
 from megatron.libraries import MissingLibrary
 
 Program = TypeVar("Program")
@@ -125,18 +133,7 @@ def user_errors(
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 raise SystemExit(CLOSED) from None
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        text = f"error: {error}{notes}"
-        # Name the settings of presets that the error is about; tyro's errors are about flags alone.
-        about = f"{error.flag} {error.allowed}" if isinstance(error, UsageError) else str(error)
-        named = set(re.findall(r"--[a-z][\w-]*", about))
-        lines: dict[Path, list[str]] = {}
-        is_named = isinstance(error, UsageError) and error.flag == "--preset"
-        for each in [] if is_named or isinstance(error, CommandLineError) else _in_force:
-            if each.flags & named:
-                text_of = f"{setting(each.key, each.value)} (line {each.line})"
-                lines.setdefault(each.file, []).append(text_of)
-        for file, settings in lines.items():
-            text += f"; --preset {file} has {', '.join(settings)}"
+        text = f"error: {_by_origin(error)}{notes}"
         if not is_first(environ) and not agreed:
             time.sleep(PATIENCE)
             text = f"rank {environ['RANK']}: {text}"
@@ -149,6 +146,25 @@ def user_errors(
 _in_force: list[PresetSetting] = []
 """The settings of presets that no flag has overridden, as the last `parse` left them: an error of
 any part of the program may be about one."""
+
+_kinds: dict[str, Any] = {}
+"""Types of the settings that presets may hold, without those of the command line: flags win."""
+
+
+def _by_origin(error: Exception) -> str:
+    """The message, where a preset has the refused setting as its line; then the lines of presets
+    that have the other settings it names."""
+    if not isinstance(error, UsageError):
+        return str(error)
+    text, lines = str(error), dict[Path, list[str]]()
+    for each in _in_force:
+        if error.flag in each.flags:
+            kinds = {key: _kinds[key] for key in each.beside if key in _kinds}
+            text = error.in_toml(kinds, f"--preset {each}")
+        elif not each.flags.isdisjoint(error.others):
+            line = f"{setting(each.key, each.value)} (line {each.line})"
+            lines.setdefault(each.file, []).append(line)
+    return text + "".join(f"; --preset {f} has {', '.join(each)}" for f, each in lines.items())
 
 
 def parse(
@@ -190,7 +206,7 @@ def parse(
     remaining = iter(argv)
     for word in remaining:
         name, equals, value = word.partition("=")
-        field = name.removeprefix("--").replace("-", "_")
+        field = field_of(name)
         if name == "--preset" and "preset" not in types:
             value = value if equals else next(remaining, "")
             file = find_preset("" if value.startswith("-") else value, types)
@@ -207,6 +223,12 @@ def parse(
     # Presets become arguments before those of the command line, which win.
     spelt = {word.partition("=")[0].replace("_", "-") for word in words}
     _in_force[:] = [each for each in presets if not spelt & each.flags]
+    _kinds.clear()
+    _kinds.update(
+        (key, kind)
+        for key, kind in types.items()
+        if spelt.isdisjoint((flag(names[key]), switch(names[key], False)))
+    )
     first = [word for each in presets for word in _arguments(each.name, each.value)]
     if saved is not None and not helps.WORDS & set(words):
         saved_words: list[str] = []
@@ -221,6 +243,17 @@ def parse(
     try:
         settings: Program = _run_tyro(call, first + words, environ, [*types, "preset"], prog, about)
     except CommandLineError as error:
+        for each in presets:
+            if fit := _misfit(types[each.key], each.value, _arguments(each.key, each.value)):
+                raise each.error(fit) from None
+        for word, *values in by_flag(words):
+            name, equals, value = word.partition("=")
+            kind_of = types.get(field_of(name))
+            if tuple not in (get_origin(kind_of), *map(get_origin, get_args(kind_of))):
+                del values[0 if equals else 1 :]  # a positional argument may follow
+            if kind_of is not None and (fit := _misfit(kind_of, True, [word, *values])):
+                value = " ".join([*[value] * bool(equals), *values])
+                raise UsageError(name, value or None, fit) from None
         missing = {each for each in required if flag(each) not in spelt}
         if missing and not presets:
             files = {file.stem: read_toml(file) for file in PRESETS.glob("*.toml")}
@@ -233,10 +266,6 @@ def parse(
             if missing and whole:
                 works = f"--preset NAME gives them all, such as {', '.join(whole[:3])}."
                 raise CommandLineError(f"{error}\n{works}") from None
-        # If a preset's value is not of its setting's type, the error names file and key.
-        for given_value in presets:
-            if fit := _type_of_value(types[given_value.key], given_value.key, given_value.value):
-                raise given_value.error(fit) from None
         raise
     if PRINT in [word.replace("_", "-") for word in argv]:
         if is_first(environ):
@@ -247,7 +276,7 @@ def parse(
 
 def parse_table(program: type[Program], table: Mapping[str, Any]) -> Program:
     """The settings of a table of a TOML file, whose keys are all settings of the program. Raises
-    as `parse`; if a value is not of its setting's type, the flag of the UsageError is the line."""
+    as `parse`, and UsageError for a value that is not of its setting's type."""
     import tyro
 
     words = [word for key, value in table.items() for word in _arguments(key, value)]
@@ -256,26 +285,38 @@ def parse_table(program: type[Program], table: Mapping[str, Any]) -> Program:
     except CommandLineError:
         types = {name: kind for name, kind, _ in settings_of(program)}
         for key, value in table.items():
-            if fit := _type_of_value(types[key], key, value):
-                raise UsageError(setting(key, value), None, fit) from None
+            if fit := _misfit(types[key], value, _arguments(key, value)):
+                raise UsageError(flag(key), value, fit) from None
         raise
 
 
-def _type_of_value(kind: Any, key: str, value: Any) -> str | None:
-    """The type that the setting must have in a TOML file; None if the value has it."""
+_WORDS = {int: "an integer", float: "a number", str: "text", Path: "a path"}
+
+
+def _misfit(kind: Any, value: Any, words: Sequence[str]) -> str | None:
+    """The type that a setting must have where its value, given as these words, does not have it."""
     import tyro
 
-    is_switch = bool in (kind, *get_args(kind))
-    if isinstance(value, bool) and is_switch:
-        return None  # alone it would be a value, not a flag
-    one = functools.partial(tyro.cli, make_dataclass("one", [(key, kind)]))
+    if bool in (kind, *get_args(kind)):
+        return None if isinstance(value, bool) else "true or false"
+    field = field_of(words[0].partition("=")[0])
     try:
-        _run_tyro(one, _arguments(key, value), {}, ())
+        _run_tyro(
+            functools.partial(tyro.cli, make_dataclass("one", [(field, kind)])), words, {}, ()
+        )
     except CommandLineError as error:
-        # tyro's first sentence, of one line or of several with all choices; its help follows.
-        reason = " ".join(re.split(r"\n(?:Argument|For full)", str(error))[0].split())
-        return "true or false" if is_switch else f"a value of this setting ({reason})"
+        return _described(kind) or f"a value of its type: {error}"
     return None
+
+
+def _described(kind: Any) -> str | None:
+    """A setting's type in words, if it has any."""
+    parts = [each for each in get_args(kind) if each not in (type(None), ...)]
+    if get_origin(kind) is Literal:
+        return " or ".join(map(str, parts))
+    if parts:  # a value that may be left out, or several
+        return _described(parts[0])
+    return _WORDS.get(kind)
 
 
 def parse_part(part: type[Program], argv: Sequence[str], environ: Mapping[str, str]) -> Program:
@@ -349,8 +390,8 @@ def _run_tyro(
             raise UsageError(name, " ".join(values) or None, "a flag of this program", works=works)
     wanted = helps.WORDS & set(arguments)
     if wanted:  # in the place of the first: it may follow a subcommand
-        place = min(map(arguments.index, wanted))
-        arguments[place:] = ["--help", *(x for x in arguments[place:] if x not in helps.WORDS)]
+        first = min(map(arguments.index, wanted))
+        arguments[first:] = ["--help", *(x for x in arguments[first:] if x not in helps.WORDS)]
     message, whole = io.StringIO(), io.StringIO()
     marks: list[Any] = [tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone]
     if not (wanted or has_texts):
@@ -376,16 +417,9 @@ def _run_tyro(
             raise
     if not has_texts:
         return _run_tyro(call, arguments, environ, names, prog, about, has_texts=True)
-    # The text in the box that tyro draws, without its title and rules.
-    box = [line[1:-1].rstrip() for line in message.getvalue().splitlines()[1:-1]]
-    text = textwrap.dedent("\n".join(line for line in box if line.strip("─- ")))
-    text = re.sub(r"--help\b(?!-)", helps.ALL, text)
-    # The choices of a setting that may be left out are an unordered set with None in it.
-    choices = set(re.findall(r"'(.*?)'", text.partition("Expected one of")[2]))
-    if "None" in choices:
-        ordered = f"Expected one of {', '.join(sorted(choices - {'None'}))}."
-        text = re.sub(r"Expected one of\s+\(.*?\)\.", ordered, text, flags=re.DOTALL)
-    raise CommandLineError(text)
+    raise CommandLineError(
+        f"the command line does not fit the program\n{message.getvalue().rstrip()}"
+    )
 
 
 def _arguments(field: str, value: Any) -> list[str]:

@@ -23,23 +23,27 @@ PRESETS = Path(__file__).resolve().parents[2] / "scripts" / "presets"
 
 @dataclass(frozen=True)
 class PresetSetting:
-    """A setting of a preset, and where it is. name: the first name of the setting."""
+    """A setting of a preset, and where it is. name: the first name of the setting. beside: keys
+    that may stand beside it."""
 
     key: str
     value: Any
     file: Path
     line: int
     name: str
+    beside: Collection[str] = ()
 
     @property
     def flags(self) -> set[str]:
         return {flag(self.name), switch(self.name, False)}
 
-    def error(self, allowed: str) -> UsageError:
+    def __str__(self) -> str:
         is_table = isinstance(self.value, dict)
         given = f"[{self.key}]" if is_table else setting(self.key, self.value)
-        text = f"{self.file}, line {self.line}: {given}"
-        return UsageError("--preset", text, allowed)
+        return f"{self.file}, line {self.line}: {given}"
+
+    def error(self, allowed: str) -> UsageError:
+        return UsageError("--preset", str(self), allowed)
 
 
 def find_preset(name: str, keys: Collection[str] = ()) -> Path:
@@ -100,10 +104,10 @@ def read_preset(file: Path, program: type, names: Mapping[str, str]) -> Iterator
             table = PresetSetting(key, value, file, lines.get((key, ""), 1), key)
             near = difflib.get_close_matches(key, tables, n=1, cutoff=0)
             raise table.error(f"a table of this program such as [{', '.join(near)}]")
-        allowed = {name for name, _, _ in settings_of(config)} if config else names.keys()
+        allowed = {name for name, _, _ in settings_of(config)} if config else {*names}
         for name, each in value.items() if is_table else [(key, value)]:
             line = lines.get((key if is_table else "", name)) or lines.get((key, "")) or 1
-            given = PresetSetting(name, each, file, line, names.get(name, name))
+            given = PresetSetting(name, each, file, line, names.get(name, name), allowed)
             if config and name == "kind" and name not in allowed and hasattr(config, "kind"):
                 if each != config.kind:
                     raise given.error(f"the kind of the program or of its flag, {config.kind}")

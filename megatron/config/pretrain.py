@@ -101,43 +101,46 @@ class PretrainConfig:
             check_parts(config)
         custom_layers(self.model.layers)
         if self.data.mock_data:
-            left_out(self.training, "epochs", "with --mock-data, which has no end")
+            left_out(self.training, "epochs", "with {}, which has no end", "--mock-data")
         if self.model.recompute_granularity not in self.model.granularities:
             values = " and ".join(self.model.granularities)
             reason = f"with a model of the kind {self.model.kind}, which has {values}"
             left_out(self.model, "recompute_granularity", reason)
         self.parallel.check_kind(self.model)
         if (mode := self.parallel.tensor_parallel_mode) != "1d":
-            reason = f"with --tensor-parallel-mode {mode}, which cuts what a norm is of"
-            left_out(self.model, "layernorm_impl", reason)
+            reason = f"with {{}} {mode}, which cuts what a norm is of"
+            left_out(self.model, "layernorm_impl", reason, "--tensor-parallel-mode")
         uncompiled = "with apex's norm, whose layers are not compiled"
         if self.training.compile and not self.model.can_compile:
             left_out(self.training, "compile", uncompiled, works=False)
         if self.model.is_unmodified and self.model.recompute_granularity == "full":
-            flags = "--model huggingface and --recompute-granularity full"
-            left_out(self.training, "compile", f"with {flags}: no graph holds both", works=False)
+            reason = "with --model huggingface and {} full: no graph holds both"
+            left_out(self.training, "compile", reason, "--recompute-granularity", works=False)
         is_compiled = self.training.compile is not False and self.model.compiles_by_default
         if self.model.attention_dropout_rng == "coordinates-flex" and not is_compiled:
-            reason = f"with --no-compile or --model huggingface, or {uncompiled}"
-            left_out(self.model, "attention_dropout_rng", reason, works="coordinates")
+            reason = f"with {{}} or --model huggingface, or {uncompiled}"
+            name, other = "attention_dropout_rng", "--no-compile"
+            left_out(self.model, name, reason, other, works="coordinates")
         other_dropout = self.model.attention_dropout_rng in ("kernel", "coordinates-flex")
         if self.parallel.is_ring and other_dropout:
-            reason = "with --cp-comm-type p2p, whose dropout is by coordinates"
-            left_out(self.model, "attention_dropout_rng", reason, works="coordinates")
+            name, other = "attention_dropout_rng", "--cp-comm-type"
+            reason = "with {} p2p, whose dropout is by coordinates"
+            left_out(self.model, name, reason, other, works="coordinates")
         self.check_layout(world_size)
         self.parallel.check_model(self.model)
         name, batch = "--global-batch-size", self.global_batch_size(world_size)
         micro_batch = self.training.micro_batch_size
         readers = self.parallel.batch_parallel_size(world_size)
         if batch % (micro_batch * readers):
-            allowed = f"a multiple of --micro-batch-size {micro_batch} x the {readers} processes "
-            allowed += "that read different samples"
-            nearest = math.ceil(batch / (micro_batch * readers)) * micro_batch * readers
-            raise UsageError(name, batch, allowed, works=nearest)
+            allowed = f"a multiple of {{}} {micro_batch} x the {readers} processes that read "
+            allowed += "different samples"
+            works = math.ceil(batch / (micro_batch * readers)) * micro_batch * readers
+            raise UsageError(name, batch, allowed, "--micro-batch-size", works=works)
         if self.training.train_iters is not None:
             self._check_warmup()
         if self.precision.pure_bf16:
-            left_out(self.optimizer, "optimizer_impl", "with --pure-bf16: apex's moments are fp32")
+            reason = "with {}: apex's moments are fp32"
+            left_out(self.optimizer, "optimizer_impl", reason, "--pure-bf16")
         require_apex(
             optimizer_impl=self.optimizer.optimizer_impl, layernorm_impl=self.model.layernorm_impl
         )
@@ -148,8 +151,9 @@ class PretrainConfig:
             value = getattr(self.logging, name)
             if value is not None and self.metrics_file() is None:
                 cure = (flag(name), str(value), "--save", "checkpoints")
-                allowed = f"given with --save or --metrics-file, beside which it keeps its {what}"
-                raise UsageError(flag(name), value, allowed, works=cure)
+                allowed = f"given with {{}} or {{}}, beside which it keeps its {what}"
+                others = ("--save", "--metrics-file")
+                raise UsageError(flag(name), value, allowed, *others, works=cure)
         if self.training.train_iters is not None:
             at_most(self.logging, "profile_step_start", self.training.train_iters, "--train-iters")
         prompts = self.logging.sample_prompts
@@ -285,8 +289,9 @@ class PretrainViTConfig(PretrainConfig):
         if self.parallel.cuts_stream and images * tokens % ranks:
             multiple = ranks // math.gcd(ranks, tokens)
             works = math.ceil(images / multiple) * multiple
-            allowed = f"a multiple of {multiple}, as --sequence-parallel divides its images' tokens"
-            raise UsageError("--micro-batch-size", images, allowed, works=works)
+            allowed = f"a multiple of {multiple}, as {{}} divides its images' tokens"
+            other = "--sequence-parallel"
+            raise UsageError("--micro-batch-size", images, allowed, other, works=works)
 
     @property
     def scored(self) -> float:

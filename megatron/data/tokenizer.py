@@ -11,6 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.errors import UsageError
+
+VOCABULARY = "--vocab-file"
 END_OF_DOCUMENT = "<|endoftext|>"
 PAD, UNKNOWN, CLS, SEP, MASK = MARKS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # Marks that end or pad a document, if no file beside a tokenizer.json names one.
@@ -111,31 +114,30 @@ class GPT2BPETokenizer(Tokenizer):
     def __init__(self, vocab_file: str | None, merge_file: str | None) -> None:
         import tokenizers
 
-        flag, vocab_content = f"--vocab-file {vocab_file}", _read("--vocab-file", vocab_file)
-        works = "a vocab.json, or --tokenizer-type HuggingFaceTokenizer for a tokenizer.json,"
-        vocabulary: dict[str, int] = _parse_object(vocab_content, flag, f"; {works} would work")
+        vocab_content = _read(VOCABULARY, vocab_file)
+        allowed = "a vocab.json, a JSON object of tokens with the ids 0, 1, 2, ..., or with "
+        allowed += "--tokenizer-type HuggingFaceTokenizer a tokenizer.json"
+        vocabulary: dict[str, int] = _parse_object(vocab_content, vocab_file, allowed)
         ids = list(vocabulary.values())
         if any(type(each) is not int for each in ids) or set(ids) != set(range(len(ids))):
-            raise ValueError(
-                f"{flag} is no JSON object of tokens with the ids 0, 1, 2, ...; {works} would work"
-            )
+            raise UsageError(VOCABULARY, vocab_file, allowed)
         missing = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
         if missing or END_OF_DOCUMENT not in vocabulary:
-            raise ValueError(
-                f"{flag} lacks {END_OF_DOCUMENT} or some of the 256 bytes; GPT-2's own vocab.json, "
-                "or one of tools/train_tokenizer.py, would work"
+            allowed = (
+                f"one with {END_OF_DOCUMENT} and the 256 bytes, such as GPT-2's own vocab.json "
             )
+            allowed += "or one of tools/train_tokenizer.py"
+            raise UsageError(VOCABULARY, vocab_file, allowed)
         merge_content, merges = _read("--merge-file", merge_file), []
-        text = _decode(merge_content, f"--merge-file {merge_file}").replace("\r", "\n")
+        text = _decode(merge_content, "--merge-file", merge_file, "UTF-8 text")
+        text = text.replace("\r", "\n")
         for number, line in enumerate(text.split("\n"), start=1):
             if not line or line.startswith("#version"):
                 continue
             left, _, right = line.partition(" ")
             if not {left, right, left + right} <= vocabulary.keys():
-                raise ValueError(
-                    f"--merge-file {merge_file}, line {number}: {line!r} merges no tokens of "
-                    "--vocab-file; files that belong together would work"
-                )
+                allowed = f"of the same tokenizer as {VOCABULARY}: line {number}, {line!r}, merges "
+                raise UsageError("--merge-file", merge_file, f"{allowed}no tokens of it")
             merges.append((left, right))
         self.files = dict(zip(self.names.values(), (vocab_content, merge_content), strict=True))
         self.vocab_size = len(vocabulary)
@@ -160,30 +162,29 @@ class BertTokenizer(Tokenizer):
     """[vocabulary]: whether a piece continues the word of the piece before it."""
 
     def __init__(self, vocab_file: str | None) -> None:
-        flag, content = f"--vocab-file {vocab_file}", _read("--vocab-file", vocab_file)
-        text = _decode(content, flag, "; BERT's own vocab.txt would work")
+        content = _read(VOCABULARY, vocab_file)
+        text = _decode(content, VOCABULARY, vocab_file, "UTF-8 text such as BERT's own vocab.txt")
         tokens = text.removesuffix("\n").split("\n")
         if missing := [mark for mark in MARKS if mark not in tokens]:
-            raise ValueError(
-                f"{flag} lacks the lines {' '.join(missing)} of a WordPiece's vocabulary; a "
-                "vocab.txt of BERT or of tools/train_tokenizer.py would work"
-            )
+            allowed = "a vocab.txt of BERT or of tools/train_tokenizer.py: it lacks the lines "
+            raise UsageError(VOCABULARY, vocab_file, f"{allowed}{' '.join(missing)}")
         first: dict[str, int] = {}
         for number, token in enumerate(tokens, start=1):
             if not token:
-                raise ValueError(f"{flag}, line {number}: empty; every line should hold a token")
+                allowed = f"a token on every line; line {number} is empty"
+                raise UsageError(VOCABULARY, vocab_file, allowed)
             if first.setdefault(token, number) != number:
-                raise ValueError(f"{flag}, line {number}: {token!r} is in line {first[token]}, too")
+                allowed = f"of different tokens; {token!r} is in lines {first[token]} and {number}"
+                raise UsageError(VOCABULARY, vocab_file, allowed)
         ordinary = [token for token in tokens if token not in MARKS]
         letters = sum(token.lower() != token.upper() for token in ordinary)
         capitals = sum(token.lower() != token for token in ordinary)
         if letters and (capitals <= CASED * letters) != self.is_lower_case:
             other = BertWordPieceCase if self.is_lower_case else BertWordPieceLowerCase
-            raise ValueError(
-                f"{flag}: {capitals} of {letters} tokens with letters have capitals; a "
-                f"vocabulary {'without' if self.is_lower_case else 'with'} capitals, or "
-                f"--tokenizer-type {other.kind} where data is made, would work"
-            )
+            allowed = f"{'without' if self.is_lower_case else 'with'} capitals, or read with "
+            allowed += f"{{}} {other.kind} where data is made: {capitals} of {letters} tokens with "
+            allowed += "letters have capitals"
+            raise UsageError(VOCABULARY, vocab_file, allowed, "--tokenizer-type")
         self.library = build_wordpiece(tokens, is_lower_case=self.is_lower_case)
         self.files = {self.names["vocab_file"]: content}
         self.vocab_size = len(tokens)
@@ -248,22 +249,23 @@ class HuggingFaceTokenizer(Tokenizer):
         name = self.names["vocab_file"]
         if vocab_file is not None and Path(vocab_file).is_dir():
             vocab_file = _find_in_folder(Path(vocab_file), name)
-        flag, content = f"--vocab-file {vocab_file}", _read("--vocab-file", vocab_file)
+        content = _read(VOCABULARY, vocab_file)
         folder = Path(str(vocab_file)).parent
         others = {each: folder / each for each in self.beside if (folder / each).is_file()}
         self.files = {name: content} | {each: file.read_bytes() for each, file in others.items()}
-        description = _parse_object(content, flag)
+        description = _parse_object(content, vocab_file, "a tokenizer.json, a JSON object")
         model = description.get("model")
         if isinstance(model, dict) and model.get("dropout"):
-            raise ValueError(
-                f"{flag}: model.dropout is {model['dropout']}, which gives a text other ids each "
-                "time; null would work"
-            )
-        library = _build_described(description, flag)
+            allowed = f"one whose model.dropout is null: with {model['dropout']} a text has other "
+            raise UsageError(VOCABULARY, vocab_file, f"{allowed}ids each time")
+        library = _build_described(description, vocab_file)
         vocabulary: dict[str, int] = library.get_vocab()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         added = {token.content: token for token in library.get_added_tokens_decoder().values()}
-        configs = {each: _parse_object(self.files[each], str(others[each])) for each in others}
+        configs = {
+            each: _parse_object(self.files[each], None, "a JSON object", str(others[each]))
+            for each in others
+        }
 
         def find_mark(key: str, usual: Sequence[str] = ()) -> str | None:
             """The token that the files beside call `key`, else a usual one, if there is any."""
@@ -272,10 +274,10 @@ class HuggingFaceTokenizer(Tokenizer):
                 if isinstance(mark, dict):  # with its treatment of blanks, as older versions wrote
                     mark = mark.get("content")
                 if mark is not None and str(mark) not in vocabulary:
-                    raise ValueError(
-                        f"--vocab-file: the {key} of {config_name} is {mark!r}, which has no id in "
-                        "the tokenizer.json beside it; transformers' save_pretrained makes files "
-                        "that agree"
+                    allowed = "one with an id for each mark of the files beside it, as "
+                    allowed += f"transformers' save_pretrained makes them: the {key} of "
+                    raise UsageError(
+                        VOCABULARY, vocab_file, f"{allowed}{config_name}, {mark!r}, has none"
                     )
                 if mark is not None:
                     return str(mark)
@@ -287,21 +289,18 @@ class HuggingFaceTokenizer(Tokenizer):
 
         end = find_mark("eos_token", END_MARKS)
         if end is None:
-            raise ValueError(
-                f"{flag} has no end mark; one of {' '.join(END_MARKS)} in its vocabulary, or a "
-                f"{self.beside[0]} beside it with an eos_token, would work"
-            )
+            allowed = f"one with an end mark: one of {' '.join(END_MARKS)} in its vocabulary, or "
+            allowed += f"the eos_token of a {self.beside[0]} beside it"
+            raise UsageError(VOCABULARY, vocab_file, allowed)
         if end in added and not added[end].special:  # else it would be found in texts
             for token in description["added_tokens"]:
                 token["special"] = token["special"] or token["content"] == end
-            library = _build_described(description, flag)
+            library = _build_described(description, vocab_file)
         library.encode_special_tokens = True
         self.library, self.eod = library, vocabulary[end]
         if self.eod in self.encode(f"{end}a{end} {end}"):
-            raise ValueError(
-                f"{flag}: text that spells {end} becomes the end mark itself; a byte-level BPE "
-                "such as tools/train_tokenizer.py makes would work"
-            )
+            allowed = "one such as the byte-level BPE of tools/train_tokenizer.py: its text that "
+            raise UsageError(VOCABULARY, vocab_file, f"{allowed}spells {end} becomes the end mark")
         pad, bos = find_mark("pad_token", PAD_MARKS), find_mark("bos_token")
         self.pad_id = None if pad is None else vocabulary[pad]
         self.bos_id = None if bos is None else vocabulary[bos]
@@ -310,28 +309,28 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _find_in_folder(folder: Path, name: str) -> str:
-    """The file of this name; ValueError, with what works instead, if the folder has none."""
+    """The file of this name; UsageError, with what works instead, if the folder has none."""
     if (folder / name).is_file():
         return str(folder / name)
-    cure = "that transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes"
-    vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
-    if vocabulary.is_file() and merges.is_file():
-        flags = f"--vocab-file {vocabulary} --merge-file {merges}"
-        cure += f", or --tokenizer-type GPT2BPETokenizer {flags},"
-    raise ValueError(f"--vocab-file {folder} has no {name}; one {cure} would work")
+    allowed = f"a folder with a {name}, as transformers' "
+    allowed += "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes it"
+    files = [str(folder / each) for each in GPT2BPETokenizer.names.values()]
+    works: tuple[str, ...] = ()
+    if all(Path(file).is_file() for file in files):
+        kind = ("--tokenizer-type", GPT2BPETokenizer.kind)
+        works = (*kind, VOCABULARY, files[0], "--merge-file", files[1])
+    raise UsageError(VOCABULARY, folder, allowed, works=works)
 
 
-def _build_described(description: Mapping[str, Any], flag: str) -> Any:
+def _build_described(description: Mapping[str, Any], file: str | None) -> Any:
     """The tokenizers.Tokenizer of a tokenizer.json, which neither truncates nor pads."""
     import tokenizers
 
     try:
         library = tokenizers.Tokenizer.from_str(json.dumps(description))
     except Exception as error:  # the library raises no other class
-        raise ValueError(
-            f"{flag} is no tokenizer.json ({error}); one that transformers' save_pretrained or "
-            "tools/train_tokenizer.py makes would work"
-        ) from error
+        allowed = "a tokenizer.json as transformers' save_pretrained or tools/train_tokenizer.py "
+        raise UsageError(VOCABULARY, file, f"{allowed}makes it ({error})") from error
     library.no_truncation()
     library.no_padding()
     return library
@@ -359,34 +358,35 @@ def _fingerprint(library: Any, eod: int) -> str:
 
 
 def _read(flag: str, file: str | None) -> bytes:
-    """Content of the flag's file; ValueError without one, FileNotFoundError if it is missing."""
+    """Content of the flag's file; UsageError without one."""
     if file is None:
-        raise ValueError(f"{flag} is missing: it names a file of the tokenizer")
-    if Path(file).is_dir():
-        kind = "--tokenizer-type HuggingFaceTokenizer"
-        raise ValueError(f"{flag} {file} is a folder; a file, or with {kind} this one, would work")
+        raise UsageError(flag, None, "given: it names a file of the tokenizer")
     if not Path(file).is_file():
-        raise FileNotFoundError(f"{flag} {file}: no such file")
+        allowed = "a file that exists"
+        if Path(file).is_dir():
+            allowed = "a file, or with --tokenizer-type HuggingFaceTokenizer a folder"
+        raise UsageError(flag, file, allowed)
     return Path(file).read_bytes()
 
 
-def _parse_object(content: bytes, source: str, cure: str = "") -> dict[str, Any]:
-    """source: flag and file, and cure: what works instead, for the ValueError if the content is not
-    a JSON object."""
+def _parse_object(
+    content: bytes, file: str | None, allowed: str, flag: str = VOCABULARY
+) -> dict[str, Any]:
+    """flag, file, allowed: for the UsageError of a content that is no JSON object."""
     try:
         value: Any = json.loads(content)
     except ValueError as error:
-        raise ValueError(f"{source} is not JSON: {error}{cure}") from error
+        raise UsageError(flag, file, f"{allowed} ({error})") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{source} should be a JSON object{cure}")
+        raise UsageError(flag, file, allowed)
     return value
 
 
-def _decode(content: bytes, source: str, cure: str = "") -> str:
+def _decode(content: bytes, flag: str, file: str | None, allowed: str) -> str:
     try:
         return content.decode().replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is not UTF-8 text: {error}{cure}") from error
+        raise UsageError(flag, file, f"{allowed} ({error})") from error
 
 
 Maker = type[GPT2BPETokenizer] | type[BertTokenizer] | type[HuggingFaceTokenizer]
@@ -398,10 +398,8 @@ def build_tokenizer(kind: str, vocab_file: str | None, merge_file: str | None) -
     """The tokenizer of this kind; ValueError or OSError, naming the flag, if it cannot be built."""
     maker = _maker(kind)
     if merge_file is not None and "merge_file" not in maker.names:
-        raise ValueError(
-            f"--merge-file {merge_file} is not for --tokenizer-type {kind}; {file_flags(kind)} "
-            "alone would work"
-        )
+        allowed = f"left out with {{}} {kind}"
+        raise UsageError("--merge-file", merge_file, allowed, "--tokenizer-type")
     files = {"vocab_file": vocab_file, "merge_file": merge_file}
     return maker(**{parameter: files[parameter] for parameter in maker.names})
 
@@ -432,5 +430,5 @@ def file_flags(kind: str) -> str:
 
 def _maker(kind: str) -> Maker:
     if kind not in TOKENIZERS:
-        raise ValueError(f"--tokenizer-type {kind} is unknown; known: {', '.join(TOKENIZERS)}")
+        raise UsageError("--tokenizer-type", kind, " or ".join(TOKENIZERS))
     return TOKENIZERS[kind]

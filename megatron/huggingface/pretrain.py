@@ -36,19 +36,19 @@ class PretrainUnmodifiedConfig(PretrainConfig):
         left_out(self.parallel, "sequence_parallel", reason)
         super().check(world_size)
         if (positions := self.model.positions) is not None:
-            at_most(self.data, "seq_length", positions, "the positions of --hf-model,")
+            at_most(self.data, "seq_length", positions, "the positions of {},", "--hf-model")
         resets = [
             getattr(self.data, f"reset_{each}", False)
             for each in ("position_ids", "attention_mask")
         ]
         if resets == [True, False]:
             name, works = "--reset-position-ids", ("--reset-position-ids", "--reset-attention-mask")
-            allowed = "given with --reset-attention-mask: transformers takes such positions for it"
-            raise UsageError(name, None, allowed, works=works)
+            allowed = "given with {}: transformers takes such positions for it"
+            raise UsageError(name, None, allowed, "--reset-attention-mask", works=works)
         if resets[1] and has_window(self.model.described):
-            allowed = "left out: the mask of documents would take the place of --hf-model's window"
+            allowed = "left out: the mask of documents would take the place of {}'s window"
             works = ("--no-reset-attention-mask", "--no-reset-position-ids")
-            raise UsageError("--reset-attention-mask", None, allowed, works=works)
+            raise UsageError("--reset-attention-mask", None, allowed, "--hf-model", works=works)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,7 @@ def open_masked_inputs(config: PretrainHuggingFaceMaskedConfig) -> Inputs:
 
 def _that_fit(model: HuggingFaceConfig, inputs: Inputs) -> Inputs:
     if (size := inputs.corpus.vocab_size) > model.vocab_size:
-        allowed = f"a model with at least the {size} tokens of --data-path, and this has "
-        raise UsageError("--hf-model", model.hf_model, f"{allowed}{model.vocab_size}")
+        allowed = f"a model with at least the {size} tokens of {{}}, and this has "
+        allowed += str(model.vocab_size)
+        raise UsageError("--hf-model", model.hf_model, allowed, "--data-path")
     return inputs

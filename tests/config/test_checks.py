@@ -272,7 +272,7 @@ def test_refused(text: str) -> None:
 
 def test_what_is_missing_is_named() -> None:
     error = refusal(lambda: parse(PretrainGPT2Config, ["--num-layers", "2"], {}))
-    missing = re.findall(r"^ +(--[\w-]+) ", str(error), re.MULTILINE)
+    missing = re.findall(r"^ +(--\w[\w-]+) ", str(error), re.MULTILINE)
     assert missing == ["--hidden-size", "--num-attention-heads"]
 
 

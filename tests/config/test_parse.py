@@ -33,7 +33,7 @@ from megatron.config.pretrain import (
     PretrainLlamaConfig,
     PretrainViTConfig,
 )
-from megatron.errors import UsageError
+from megatron.errors import CommandLineError, UsageError
 from megatron.train.signals import SIGNALS, StopSignals
 from tests.refusals import field_of, refusal
 
@@ -51,12 +51,16 @@ def preset(folder: Path, text: str) -> str:
     return str(file)
 
 
-def test_the_choices_of_a_setting_are_named_in_order() -> None:
-    """Those of a setting that may be left out, too, without the None that stands for it."""
-    error = refusal(lambda: pretrain("--pipeline-schedule", "none"))
-    found = re.findall("1f1b|gpipe|interleaved|zb-h1", str(error))
-    assert found == ["1f1b", "gpipe", "interleaved", "zb-h1"]
-    assert "None" not in str(error)
+def test_the_type_of_a_setting_is_named() -> None:
+    """Its choices in order, without the None of a setting that may be left out."""
+    choices = "coordinates or coordinates-flex or kernel"
+    for name, values, kind in (
+        ("--num-layers", ["x"], "an integer"),
+        ("--lr", ["x", "--seed", "1"], "a number"),
+        ("--attention-dropout-rng", ["none"], choices),
+    ):
+        refusal(lambda name=name, words=values: pretrain(name, *words), kind, field=name)
+    refusal(lambda: pretrain("--nun-layers", "2"), "--nun-layers", kind=CommandLineError)
 
 
 def terminated() -> int:
@@ -143,26 +147,49 @@ def test_bad_presets_name_file_and_key(tmp_path: Path) -> None:
         refusal(partial(pretrain, "--preset", file), file, key, field="--preset")
 
 
-def test_an_error_names_the_preset_that_the_value_is_of(
+def test_what_a_preset_has_is_refused_and_cured_as_lines_of_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever part of the program finds the fault; what the command line gives is not named."""
-    for text, words, lines in (
-        ("lr_warmup_iters = 4", "", ["lr_warmup_iters = 4 (line 1)"]),
-        ("lr_warmup_iters = 4", "--lr-warmup-iters=0 --seed -1", []),
-        ("shuffle = false", "--mock-data --no-shuffle", []),
-        ('seed = 1\nlr_decay_style = "cos"', "", ['lr_decay_style = "cos" (line 2)']),
-        ("model_parallel_size = 3\nseed = 1", "", ["model_parallel_size = 3 (line 1)"]),
-        ("fp16 = true\nloss_scale = 8", "--no-fp16", ["loss_scale = 8 (line 2)"]),
-        ("min_lr = 1.0\nlr = 0.5", "", ["min_lr = 1.0 (line 1), lr = 0.5 (line 2)"]),
-    ):
+    """Whatever part of the program finds the fault. The cure, pasted in place of the line, works;
+    what the command line gives stays a flag."""
+    iters = "lr_warmup_iters = 4"
+    for text, words, refused, cure, others in (
+        (iters, "", (1, iters), "lr_warmup_fraction = 0.1", ""),
+        (f"[optimizer]\n{iters}", "", (2, iters), "lr_warmup_fraction = 0.1", ""),
+        (iters, "--lr-warmup-iters=0 --seed -1", None, "", ""),
+        ("shuffle = false", "--mock-data --no-shuffle", None, "", ""),
+        ('seed = 1\nlr_decay_style = "cos"', "", (2, 'lr_decay_style = "cos"'), None, ""),
+        ("model_parallel_size = 3", "", (1, "model_parallel_size = 3"),
+         "tensor_model_parallel_size = 1", ""),
+        ("loss_scale = 8\nfp16 = true", "--no-fp16", (1, "loss_scale = 8"), None, ""),
+        ("min_lr = 1.0\nlr = 0.5", "", (1, "min_lr = 1.0"), "min_lr = 0.5", "lr = 0.5 (line 2)"),
+        ("lr = 0.5", "--min-lr 1", None, "--min-lr 0.5", "lr = 0.5 (line 1)"),
+        ("pad = true\nreset_position_ids = true", "", (2, "reset_position_ids = true"),
+         "reset_position_ids = false", "pad = true (line 1)"),
+        ("bf16 = true\nfp16 = true", "", (2, "fp16 = true"), "fp16 = false",
+         "bf16 = true (line 1)"),
+        ("profile_step_start = 1\nprofile_step_end = 2", "", (1, "profile_step_start = 1"),
+         'profile_step_start = 1\nsave = "checkpoints"', ""),
+        ("[logging]\nprofile_step_start = 1\nprofile_step_end = 2", "",
+         (2, "profile_step_start = 1"), "--profile-step-start 1 --save checkpoints", ""),
+    ):  # fmt: skip
         file = preset(tmp_path, text)
+        given = words.split()
         with pytest.raises(SystemExit), user_errors({}):
-            pretrain("--preset", file, *words.split()).check(1)
+            pretrain("--preset", file, *given).check(1)
         said = capsys.readouterr().err
         assert said.count("\n") == 1
-        assert [line for line in lines if f"--preset {file} has {line}" in said] == lines
-        assert (file in said) == bool(lines), said
+        line = f"--preset {file}, line {refused[0]}: {refused[1]}: must be " if refused else "--"
+        assert said.startswith(f"error: {line}"), said
+        assert said.endswith(f"; --preset {file} has {others}\n") if others else " has " not in said
+        assert refused or not cure or f"; {cure} works" in said
+        if refused and cure:
+            assert f"; {' and '.join(cure.splitlines())} works" in said
+            if cure.startswith("--"):
+                given += cure.split()
+            else:
+                file = preset(tmp_path, text.replace(refused[1], cure))
+            pretrain("--preset", file, *given).check(1)
 
 
 def test_a_flag_wins_over_a_preset(tmp_path: Path) -> None:
@@ -260,10 +287,16 @@ def test_a_table_of_a_file_becomes_settings() -> None:
     table = {"count": 2, "name": 7, "files": ["x", "y"], "quiet": True, "shown": False}
     assert parse_table(Settings, {"count": 2}) == Settings(2)
     assert parse_table(Settings, table) == Settings(2, "7", (Path("x"), Path("y")), True, False)
-    for key, value in (("count", "x"), ("count", True), ("quiet", "true"), ("shown", 1)):
+    for key, value, kind in (
+        ("count", "x", "an integer"),
+        ("count", True, "an integer"),
+        ("name", [1, 2], "text"),
+        ("quiet", "true", "true or false"),
+        ("shown", 1, "true or false"),
+    ):
         wrong = {**table, key: value}
-        error = refusal(lambda given=wrong: parse_table(Settings, given))
-        assert field_of(error).partition(" ")[0] == key
+        error = refusal(lambda given=wrong: parse_table(Settings, given), kind=UsageError)
+        assert (error.field, error.value, error.allowed) == (key, value, kind)
 
 
 def test_another_rank_prints_after_rank_0_would_have_ended_it(

@@ -277,17 +277,17 @@ NO_BYTES = {"type": "WordLevel", "vocab": {"[EOT]": 0, "a": 1, "[UNK]": 2}, "unk
 REFUSED: list[tuple[str, str, bytes | dict[str, Any] | None, str]] = [
     (BPE, "merges.txt", None, ""), (BPE, "vocab.json", None, ""), (LOWER, "vocab.txt", None, ""),
     (JSON, "tokenizer.json", None, ""),
-    *((BPE, "vocab.json", content, "; a vocab.json, or --tokenizer-type HuggingFaceTokenizer for")
+    *((BPE, "vocab.json", content, "or with --tokenizer-type HuggingFaceTokenizer")
       for content in (b"{", b"[]", b'{"a": 1}', b'{"a": [1]}', b'{"a": false}')),
     (BPE, "vocab.json", b'{"a": 0}', "vocab.json"),
-    (BPE, "merges.txt", b"#version: 0.2\nq q\n", "merges.txt, line 2: 'q q'"),
-    (BPE, "merges.txt", b"q\n", "merges.txt, line 1"),
+    (BPE, "merges.txt", b"#version: 0.2\nq q\n", "line 2, 'q q'"),
+    (BPE, "merges.txt", b"q\n", "line 1"),
     (BPE, "merges.txt", b"\xff\xfe", "merges.txt"),
     *((LOWER, "vocab.txt", content, "[MASK]")
       for content in (b"the\nin\n", b"[PAD]\n[UNK]\n[CLS]\n[SEP]\nthe\n", b'{"[PAD]": 0}', b"")),
-    (LOWER, "vocab.txt", f"{MARKED}\nthe\nin\nthe\n".encode(), "vocab.txt, line 8: 'the'"),
-    (LOWER, "vocab.txt", f"{MARKED}\n\nthe\n".encode(), "vocab.txt, line 6"),
-    (LOWER, "vocab.txt", b"\xff\xfe", "; BERT's own vocab.txt would work"),
+    (LOWER, "vocab.txt", f"{MARKED}\nthe\nin\nthe\n".encode(), "'the' is in lines 6 and 8"),
+    (LOWER, "vocab.txt", f"{MARKED}\n\nthe\n".encode(), "line 6"),
+    (LOWER, "vocab.txt", b"\xff\xfe", "BERT's own vocab.txt"),
     (LOWER, "vocab.txt", f"{MARKED}\nThe\nin\na\n".encode(), CASED),
     (CASED, "vocab.txt", f"{MARKED}\nthe\nin\na\n".encode(), LOWER),
     *((JSON, "tokenizer.json", content, "tokenizer.json") for content in (b"{", b"[]", b"\xff")),

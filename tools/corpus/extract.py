@@ -68,7 +68,8 @@ class Settings(ShardSettings):
             raise UsageError(
                 "--key",
                 self.key,
-                f"left out with --format {self.format}: {', '.join(readers.KEYED)} have fields",
+                f"left out with {{}} {self.format}: {', '.join(readers.KEYED)} have fields",
+                "--format",
                 works=("--key", "text"),
             )
 

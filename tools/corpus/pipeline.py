@@ -18,17 +18,17 @@ relative to the folder in which it is run.
 
 import difflib
 import importlib
-import json
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_origin
+from typing import Annotated, Any
 
 import tyro
 
 from megatron.config.parse import parse_table
-from megatron.errors import CommandLineError, UsageError, setting, switch
+from megatron.config.presets import settings_of
+from megatron.errors import UsageError
 
 STEPS = {
     "extract": "tools.corpus.extract",
@@ -41,7 +41,7 @@ STEPS = {
 }
 COMMON = ("workers", "scheduler", "memory", "compress", "unit")
 """Keys before the first table, given to the steps that have them."""
-OF_THE_COMMAND = ("shard", "overwrite")
+OF_THE_COMMAND = {"shard", "overwrite"}
 """Settings of steps that a file does not hold: a run with them is another command."""
 USUAL = ("clean", "dedup", "split")
 """Steps of a run without a file."""
@@ -168,7 +168,7 @@ class Description:
         where = f"{self.origin}: [{name if inputs is None else step}]"
         kind = importlib.import_module(STEPS[step]).Settings
         known = {each.name: each for each in fields(kind)}
-        keys = known.keys() - set(OF_THE_COMMAND)
+        keys = known.keys() - OF_THE_COMMAND
         paths = {"output": output} if inputs is None else {"input": inputs, "output": output}
         help_command = f"python -m {STEPS[step].removesuffix('.step')} --help"
         for key, value in table.items():
@@ -245,52 +245,10 @@ def preflight(description: Description, jobs: Sequence[Job]) -> None:
 
 
 def as_toml(error: Exception, settings: Any) -> str:
-    """The message of a step's error, with lines of a file instead of flags: append_eod = false
-    instead of --no-append-eod.  settings: the step's, or their class."""
-    kinds = {each.name: each.type for each in fields(settings) if each.name not in OF_THE_COMMAND}
-    spelled = {  # --unit is a part of --unit-of-length, which comes first
-        switch(key, is_on): (key, is_on)
-        for key in sorted(kinds, key=len, reverse=True)
-        for is_on in (False, True)
-    }
-
-    def in_prose(text: str) -> str:
-        for word, (key, is_on) in spelled.items():
-            text = text.replace(word, key if is_on else setting(key, False))
-        return text
-
-    def line(word: str, *values: str) -> str:
-        """The line for a flag and its values; a flag that is no key stays unchanged."""
-        if word not in spelled:
-            return " ".join([word, *values])
-        key, is_on = spelled[word]
-        if kinds[key] in (bool, bool | None):
-            return setting(key, is_on)
-        if not values:
-            return key
-        typed = [*map(as_value, values)]
-        return setting(key, typed if get_origin(kinds[key]) is tuple else typed[0])
-
-    if isinstance(error, CommandLineError):
-        # The first line of tyro's text has the reason; the others are about a command line.
-        return in_prose(str(error).partition("\n")[0])
+    """The message of a step's error, with lines of a file in place of the step's flags.  settings:
+    the step's, or their class."""
     if not isinstance(error, UsageError):
-        return in_prose(str(error))
-    given = [] if error.value is None else [str(error.value)]
-    text = line(error.flag, *given) + f": must be {in_prose(error.allowed)}"
-    cures: list[list[str]] = []
-    for word in error.works:
-        if word.startswith("--"):
-            cures.append([])
-        cures[-1].append(word)
-    if cures:
-        text += f"; {', '.join(line(*words) for words in cures)} works"
-    return text
-
-
-def as_value(text: str) -> Any:
-    """A number stays a number in a file; anything else is text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+        return str(error)
+    program = settings if isinstance(settings, type) else type(settings)
+    kinds = {name: kind for name, kind, _ in settings_of(program)}
+    return error.in_toml({name: kinds[name] for name in kinds.keys() - OF_THE_COMMAND})

@@ -68,7 +68,7 @@ def run(settings: Settings) -> None:
             kind = OSError if isinstance(error, OSError) else ValueError
             advice = ""
             if isinstance(error, UsageError) and "--overwrite" in error.works:
-                error = UsageError(error.flag, error.value, error.allowed)
+                error.works = ()
                 given = f"`python tools/corpus.py run {settings.config} --overwrite`"
                 if settings.config is None:
                     given = "the same command with --overwrite"

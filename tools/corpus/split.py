@@ -50,7 +50,8 @@ class Settings(ShardSettings):
             raise UsageError(
                 "--memory",
                 self.memory,
-                f"three times --shard-size {self.shard_size}, as a shard is sorted in memory",
+                f"three times {{}} {self.shard_size}, as a shard is sorted in memory",
+                "--shard-size",
                 works=("--memory", f"{-(-3 * self.shard_bytes // 10**6)}MB"),
             )
 

@@ -105,7 +105,8 @@ class Settings(ShardSettings):
             raise UsageError(
                 "--bands",
                 self.bands,
-                f"above 0, and with --rows {self.rows} make a product of at most {PERMUTATIONS}",
+                f"above 0, and with {{}} {self.rows} make a product of at most {PERMUTATIONS}",
+                "--rows",
                 works=("--bands", "25", "--rows", "5"),
             )
         at_least(self, max_bucket=2, max_cluster=2)

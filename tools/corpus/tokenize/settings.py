@@ -82,7 +82,8 @@ class Settings(StepSettings):
             raise UsageError(
                 "--output-prefix",
                 self.output_prefix,
-                "P, for files P_text_document.*, or left out with --output FOLDER",
+                "P, for files P_text_document.*, or left out with {} FOLDER",
+                "--output",
                 works=("--output-prefix", "P") if self.output is None else (),
             )
         if self.output is None:  # the work folder is beside the data set, which is moved out of it
@@ -91,7 +92,8 @@ class Settings(StepSettings):
             raise UsageError(
                 "--append-eod",
                 None,
-                "left out with --split-sentences, which keeps documents apart without a mark",
+                "left out with {}, which keeps documents apart without a mark",
+                "--split-sentences",
                 works=("--no-append-eod",),
             )
         super().__post_init__()

@@ -79,7 +79,8 @@ def check(settings: Settings) -> None:
         raise UsageError(
             "--tokenizer-type",
             settings.tokenizer_type,
-            "a kind with the marks that --split-sentences needs, which is for pretrain_bert.py",
+            "a kind with the marks that {} needs, which is for pretrain_bert.py",
+            "--split-sentences",
             works=("--tokenizer-type", BertWordPieceLowerCase.kind),
         )
     if is_bert and not settings.split_sentences:
