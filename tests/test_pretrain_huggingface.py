@@ -241,7 +241,7 @@ def test_a_few_layers_stand_for_alike_ones(changes: dict[str, Any], are_alike: b
 def test_a_run_goes_on_by_its_plan_or_one_of_the_same_forms(tmp_path: Path) -> None:
     """A square matrix that is held transposed has the same shape."""
     saved = hf_config("gpt2", plan=OTHER)
-    assert hf_config("gpt2").completed(lambda: asdict(saved)) == saved
+    assert hf_config("gpt2").completed(asdict(saved)) == saved
     checkpoint = Checkpoint(tmp_path, {"config": {"model": asdict(saved)}, "forms": layouts(saved)})
     hf_config("gpt2").check_layouts(layouts(hf_config("gpt2")), checkpoint)
     whole = hf_config("gpt2", plan='"*.c_fc" = "column"\n"*.mlp.c_proj" = "row"\n')

@@ -21,18 +21,24 @@ from megatron.errors import UsageError, flag, spelling
 from megatron.models.registry import config_of, find_kind
 from megatron.parallel.axes import BATCH_AXES
 
-DROPOUTS = ("--attention-dropout", "--hidden-dropout", "--embedding-dropout")
-# Parts of the config that are compared when a run resumes, and the rule for a setting that has
-# changed; "resume" in the metadata of its field overrides it.
-# fixed: it is refused. data: it is refused without --override-data. free: a message lists it.
-# effect: its result is compared instead: the precision, the vocabulary ...
-PARTS = {
-    "model": "fixed",
-    "data": "data",
-    "optimizer": "free",
-    "training": "free",
-    "precision": "free",
+# Parts of the config that are compared when a run resumes. `resume` of its class is the rule for a
+# setting that has changed; "resume" in the metadata of its field overrides it.
+# fixed: it is refused. state: the same, unless the run takes only the weights. data: it is refused
+# without --override-data. free: a message lists it. effect: its result is compared instead: the
+# precision, the vocabulary ...
+PARTS = ("model", "data", "optimizer", "training", "precision")
+# What a setting is that is not given, from all settings and the number of ranks that read different
+# samples.
+UNSET: dict[str, Callable[[Mapping[str, Any], int], Any]] = {
+    "global_batch_size": lambda given, ranks: given["micro_batch_size"] * ranks,
+    "lr_decay_iters": lambda given, _: (
+        None if given.get("lr_decay_style") == "constant" else given.get("train_iters")
+    ),
+    "ffn_hidden_size": lambda given, _: 4 * given["hidden_size"],
+    "embedding_dropout": lambda given, _: given["hidden_dropout"],
 }
+DROPOUTS = ("attention_dropout", "hidden_dropout", "embedding_dropout")
+OF_IMPORTS = {"shuffle", "pad"}  # settings of an imported run's data that its checkpoint has
 CONFIG_JSON = "config.json: "  # prefix of each of its keys
 # Keys of config.json that say nothing about the model.
 NO_MODEL = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
@@ -186,8 +192,7 @@ def check_start(
     rules = _rules(manifest["kind"])
     if finetune:
         rules = {name: rule for name, rule in rules.items() if rule == "fixed"}
-        free = ("precision", "--optimizer", "--sgd-momentum", *map(flag, config.model.adaptable))
-        rules |= dict.fromkeys(free, "free") | {"tokenizer": "data"}
+        rules |= dict.fromkeys(map(flag, config.model.adaptable), "free") | {"tokenizer": "data"}
     precision = config.precision.name or manifest["precision"]
     facts = {"config": asdict(config), **identity, "precision": precision}
     differing = differences(manifest, facts)
@@ -195,7 +200,7 @@ def check_start(
     for name in differing:
         rule = rules.get(name.partition(":")[0], "free")
         is_dropout = name.startswith(CONFIG_JSON) and "drop" in name
-        names["free" if is_dropout else rule].append(name)
+        names["free" if is_dropout else "fixed" if rule == "state" else rule].append(name)
     wrong = names["fixed"] + ([] if config.checkpoint.override_data else names["data"])
     if not wrong:
         return
@@ -203,18 +208,16 @@ def check_start(
     saved, now = differing[name]
     unless = "" if name in names["fixed"] else ", unless --override-data is given"
     works: tuple[str, ...] = ("--override-data",) if unless else ()
+    of_classes = hasattr(config.model, "num_classes")
     if config.data.mock_data and any(each.startswith("data sets") for each in wrong):
         words: tuple[str, ...] = ("--mock-data",)
         works = ("--mock-data", "--override-data") if unless else ("--no-mock-data",)
         allowed = "left out"
-    elif name == "vocabulary" and hasattr(config.model, "num_classes"):
-        words, works = ("--num-classes", str(now)), ("--num-classes", str(saved))
-        allowed = str(saved)
     elif name == "vocabulary" and (
-        config.data.mock_data or now == vars(config.model).get("vocab_size")
+        of_classes or config.data.mock_data or now == vars(config.model).get("vocab_size")
     ):
-        words, works = ("--vocab-size", str(now)), ("--vocab-size", str(saved))
-        allowed = str(saved)
+        name, allowed = "--num-classes" if of_classes else "--vocab-size", str(saved)
+        words, works = (name, str(now)), (name, allowed)
     elif name.startswith(CONFIG_JSON):
         words = ("--hf-model", vars(config.model)["hf_model"])
         allowed = f"with {name.removeprefix(CONFIG_JSON)} {_text(saved)} in config.json (not "
@@ -297,10 +300,10 @@ def _configs(kind: str) -> dict[str, Any]:
 
 def _rules(kind: str) -> dict[str, str]:
     """{"--num-layers": "fixed", "--seed": "data", ...} of runs of this kind of model: see PARTS."""
-    rules = {"vocabulary": "fixed", "precision": "fixed", "tokenizer": "data", "data sets": "data"}
+    rules = {"vocabulary": "fixed", "precision": "state", "tokenizer": "data", "data sets": "data"}
     rules[CONFIG_JSON.partition(":")[0]] = "fixed"
-    for part, config in _configs(kind).items():
-        rules |= {flag(each.name): PARTS[part] for each in fields(config)}
+    for config in _configs(kind).values():
+        rules |= {flag(each.name): config.resume for each in fields(config)}
         for owner in reversed(config.__mro__):  # a subclass may change the default alone
             for each in vars(owner).get("__dataclass_fields__", {}).values():
                 if "resume" in each.metadata:
@@ -314,33 +317,26 @@ def _settings(facts: Mapping[str, Any], data_size: int, rules: Mapping[str, str]
     replaced by their effective values."""
     parts: Any = {part: dict(facts["config"].get(part, {})) for part in PARTS}
     if "kind" in facts:  # a checkpoint older than a setting has its default
-        configs = _configs(facts["kind"])
-        for part in ("model", "data"):
-            for each in fields(configs[part]) if parts[part] else ():
-                if each.default is not MISSING:
+        for part, config in _configs(facts["kind"]).items():
+            for each in fields(config) if parts[part] else ():
+                is_compared = config.resume != "free" or rules.get(flag(each.name)) == "state"
+                if is_compared and each.default is not MISSING:
                     parts[part].setdefault(each.name, each.default)
-    if parts["optimizer"]:
-        parts["optimizer"].setdefault("optimizer", "adamw")
     parts = json.loads(json.dumps(parts))  # tuples are lists in both
     is_imported = "imported_from" in facts
-    if is_imported:  # only the order and form of a run's samples are known of its data
-        names = {"shuffle", "pad"} if _has_moments(facts) else set()
+    if is_imported:
+        names = OF_IMPORTS if _has_moments(facts) else ()
         parts["data"] = {name: value for name, value in parts["data"].items() if name in names}
-    values = {flag(name): value for part in parts.values() for name, value in part.items()}
-    if parts["training"]:
-        micro_batches = values["--micro-batch-size"] * data_size
-        values["--global-batch-size"] = values["--global-batch-size"] or micro_batches
-        if values["--lr-decay-style"] != "constant":
-            values["--lr-decay-iters"] = values["--lr-decay-iters"] or values["--train-iters"]
-    if "--ffn-hidden-size" in values:
-        values["--ffn-hidden-size"] = values["--ffn-hidden-size"] or 4 * values["--hidden-size"]
-        if values["--embedding-dropout"] is None:
-            values["--embedding-dropout"] = values["--hidden-dropout"]
-    if (text := values.get("--hf-config")) is not None:
+    given = {name: value for part in parts.values() for name, value in part.items()}
+    for name, effective in UNSET.items():
+        if name in given and given[name] is None:
+            given[name] = effective(given, data_size)
+    values = {flag(name): value for name, value in given.items()}
+    if (text := given.get("hf_config")) is not None:
         keys = json.loads(text)
         for name in sorted(keys.keys() - NO_MODEL, key=lambda name: name != "model_type"):
             values[f"{CONFIG_JSON}{name}"] = keys[name]
-    if "kind" in facts and any(values.get(name) for name in DROPOUTS):
+    if "kind" in facts and any(map(given.get, DROPOUTS)):
         device = "cpu" if facts["environment"]["device"] == "cpu" else "cuda"
         if "attention_dropout_rng" not in facts["config"]["model"]:
             masks = "drawn by each rank"
@@ -350,7 +346,7 @@ def _settings(facts: Mapping[str, Any], data_size: int, rules: Mapping[str, str]
             masks = "a function of coordinates"
         values["dropout masks"] = masks
     if "precision" in facts:
-        values["precision"] = "pure-bf16" if values.get("--pure-bf16") else facts["precision"]
+        values["precision"] = "pure-bf16" if given.get("pure_bf16") else facts["precision"]
     if facts["tokenizer"]:  # weights may be imported without one
         values["tokenizer"] = facts["tokenizer"][:12]
     values["vocabulary"] = facts["vocab_size"]

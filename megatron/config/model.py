@@ -1,6 +1,6 @@
 """The models: shape, dropout and initialisation."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 from pathlib import Path
@@ -42,6 +42,8 @@ def hf_files(folder: Path, prefix: str = "", names: Iterable[str] = HF_FILES) ->
 class KindConfig:
     """Settings of every kind of model."""
 
+    resume: ClassVar[str] = "fixed"
+    """Whether a resumed run may change its settings; a field's metadata may say otherwise."""
     kind: ClassVar[str]
     """Name of such a model in checkpoints."""
     adaptable: ClassVar[frozenset[str]] = frozenset()
@@ -99,9 +101,9 @@ class KindConfig:
         Raises UsageError if its model has other facts."""
         return {}
 
-    def completed(self, saved: Callable[[], Mapping[str, Any] | None]) -> Self:
-        """This config with the settings that only a run's checkpoint has. saved: reads the
-        checkpoint's config of the model; None if the run has no checkpoint."""
+    def completed(self, saved: Mapping[str, Any] | None) -> Self:
+        """This config with the settings that only a run's checkpoint has. saved: the checkpoint's
+        config of the model; None if the run has no checkpoint."""
         return self
 
     def files(self, saved: Path | None) -> Mapping[str, bytes]:
@@ -311,8 +313,9 @@ class LlamaConfig(TextModelConfig):
         if self.head_size % 2:
             name, h = "--num-attention-heads", self.hidden_size
             even = [n for n in range(1, heads) if not h % (2 * n)]
-            allowed = f"such that heads of --hidden-size {h} have an even size"
-            raise UsageError(name, heads, allowed, works=even[-1] if even else ())
+            allowed = f"such that heads of {{}} {h} have an even size"
+            works = even[-1] if even else ()
+            raise UsageError(name, heads, allowed, "--hidden-size", works=works)
         if self.rope_scaling is not None:
             factor, low, high, positions = self.rope_scaling
             if not (1 <= factor < inf and 0 < low < high < inf and 0 < positions < inf):

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megatron.config.checks import (
     at_most,
@@ -34,6 +34,8 @@ MOCK: dict[str, object] = {"replaces": OF_FILES | OF_PADDED | {"epochs"}, "resum
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Data settings of all pretraining programs."""
+
+    resume: ClassVar[str] = "data"
 
     data_path: tuple[str, ...] = field(default=(), metadata=PATH)
 
@@ -220,6 +222,8 @@ class ImageDataConfig(DataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
+    resume: ClassVar[str] = "free"
+
     lr: float = 1.5e-4
     """Highest learning rate, reached at the end of warm-up."""
 
@@ -269,11 +273,11 @@ class OptimizerConfig:
     adam_eps: float = 1e-8
     """Added to the root of Adam's second moment."""
 
-    optimizer: str = field(default="adamw", metadata={"resume": "fixed"})
+    optimizer: str = field(default="adamw", metadata={"resume": "state"})
     """Part that updates the weights: adamw; torch's sgd, adam, adagrad and rmsprop; muon and
     adafactor, which need whole matrices, without tensor parallelism and ZeRO; or module:name."""
 
-    sgd_momentum: float = field(default=0.9, metadata={"resume": "fixed"})
+    sgd_momentum: float = field(default=0.9, metadata={"resume": "state"})
     """Momentum of --optimizer sgd."""
 
     optimizer_impl: Literal["torch", "apex"] = "torch"
@@ -298,12 +302,12 @@ class OptimizerConfig:
         excludes(self, "optimizer", "optimizer_impl", because="which is an AdamW")
         if self.optimizer in ("sgd", "adagrad", "rmsprop", "muon", "adafactor"):
             kind = "decoupled" if self.optimizer in ("muon", "adafactor") else "in the gradient"
-            reason = f"with --optimizer {self.optimizer}, whose decay is always {kind}"
-            left_out(self, "decoupled_weight_decay", reason)
+            reason = f"with {{}} {self.optimizer}, whose decay is always {kind}"
+            left_out(self, "decoupled_weight_decay", reason, "--optimizer")
         if self.optimizer != "sgd":
-            left_out(self, "sgd_momentum", "without --optimizer sgd")
+            left_out(self, "sgd_momentum", "without {} sgd", "--optimizer")
         if self.lr_decay_style != "wsd":
-            left_out(self, "lr_wsd_decay_iters", "without --lr-decay-style wsd")
+            left_out(self, "lr_wsd_decay_iters", "without {} wsd", "--lr-decay-style")
         at_most(self, "min_lr", self.lr, "--lr")
         excludes(self, "lr_warmup_fraction", "lr_warmup_iters")
         needs(self, "lr_warmup_init", "lr_warmup_iters", "lr_warmup_fraction")
@@ -327,6 +331,8 @@ class BertOptimizerConfig(OptimizerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
+    resume: ClassVar[str] = "free"
+
     train_iters: int | None = field(default=None, metadata={"replaces": {"epochs"}})
     """Optimizer steps to train for, those before a resume included; this or --epochs is needed."""
 
@@ -381,7 +387,7 @@ class TrainingConfig:
         positive(self, "eval_interval", "exit_interval", "exit_duration_in_mins")
         non_negative(self, "seed", "eval_iters", "check_replicas_interval")
         if self.train_iters is None and self.epochs is None:
-            raise UsageError("--train-iters", None, "given, or else --epochs", works=1000)
+            raise UsageError("--train-iters", None, "given, or else {}", "--epochs", works=1000)
         excludes(self, "train_iters", "epochs")
 
     @property
@@ -403,6 +409,8 @@ class ImageTrainingConfig(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
+    resume: ClassVar[str] = "free"
+
     bf16: bool | None = field(default=None, metadata={"replaces": {"fp16"}, "resume": "effect"})
     """Compute in bfloat16, with fp32 master weights and gradient accumulation. If neither this nor
     --fp16 is given: as in the resumed checkpoint, else on if the device has it."""
@@ -444,7 +452,7 @@ class PrecisionConfig:
         excludes(self, "pure_bf16", "fp16")
         if self.pure_bf16 and self.bf16 is False:
             works = ("--bf16", "--pure-bf16")
-            raise UsageError("--pure-bf16", None, "given without --no-bf16", works=works)
+            raise UsageError("--pure-bf16", None, "given without {}", "--no-bf16", works=works)
         of_dynamic = ["initial_loss_scale", "loss_scale_window", "loss_scale_factor"]
         of_dynamic += ["hysteresis", "min_loss_scale"]
         if not 1 < self.loss_scale_factor < math.inf:

@@ -4,7 +4,7 @@ that in a folder, here or on the HuggingFace hub."""
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -86,16 +86,14 @@ class HuggingFaceConfig(KindConfig):
         """A plan in TOML, or "auto"."""
         return "auto" if self.plan_text is None else self.plan_text
 
-    def completed(self, saved: Callable[[], Mapping[str, Any] | None]) -> Self:
-        if self.plan != "auto" and self.hf_config is not None:
-            return self
-        if (found := saved()) is None:
+    def completed(self, saved: Mapping[str, Any] | None) -> Self:
+        if saved is None:
             return self
         changes: dict[str, Any] = {}
         if self.hf_config is None:
-            changes["hf_config"] = found.get("hf_config")
-        if self.plan == "auto" and found.get("plan_text") is not None:
-            changes |= {"plan": found["plan"], "plan_text": found["plan_text"]}
+            changes["hf_config"] = saved.get("hf_config")
+        if self.plan == "auto" and saved.get("plan_text") is not None:
+            changes |= {"plan": saved["plan"], "plan_text": saved["plan_text"]}
         return replace(self, **changes)
 
     def files(self, saved: Path | None) -> Mapping[str, bytes]:

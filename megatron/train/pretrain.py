@@ -32,13 +32,7 @@ from megatron.train.loggers import open_loggers
 from megatron.train.metrics import Metrics
 from megatron.train.monitors import keep_in_memory, open_callbacks, usual
 from megatron.train.signals import SIGNALS, StopSignals
-from megatron.train.trained import (
-    changes_on_resume,
-    files_beside,
-    find_origin,
-    saved_model,
-    saved_settings,
-)
+from megatron.train.trained import SavedRun, changes_on_resume, files_beside, find_origin
 
 if TYPE_CHECKING:
     from megatron.checkpoint.save import Saver
@@ -63,12 +57,11 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             entry = find_kind(kind)
             if entry.program is None or entry.inputs is None:
                 raise UsageError("--model", kind, "a kind of model that is pretrained")
-            program, saved = resolve_name(entry.program), partial(saved_settings, kind, environ)
-            config: PretrainConfig = parse(program, arguments, environ, saved=saved)
+            program, saved = resolve_name(entry.program), SavedRun(kind, environ)
+            config: PretrainConfig = parse(program, arguments, environ, saved=saved.settings)
             if config.model.kind != kind:
                 raise UsageError("--model", kind, f"the kind of its config, {config.model.kind}")
-            model = config.model.completed(partial(saved_model, config.checkpoint))
-            config = replace(config, model=model)
+            config = replace(config, model=config.model.completed(saved.model))
             config.check(world)
 
         gc.disable()  # its passes are a tenth of the seconds of these imports

@@ -120,33 +120,35 @@ def saved_checkpoint(config: CheckpointConfig) -> Checkpoint | None:
     return resume.newest_readable(folders)[0] if folders else None
 
 
-def saved_model(config: CheckpointConfig) -> Mapping[str, Any] | None:
-    """The model's config in `saved_checkpoint`; None without one."""
-    checkpoint = saved_checkpoint(config)
-    return None if checkpoint is None else checkpoint.manifest["config"]["model"]
+@dataclass
+class SavedRun:
+    """What a run takes from the newest checkpoint of --load, read once. kind: of the run's
+    model."""
 
+    kind: str
+    environ: Mapping[str, str]
+    model: Mapping[str, Any] | None = None
+    """The model's config there, after `settings`; None without a checkpoint."""
 
-def saved_settings(kind: str, environ: Mapping[str, str], words: Sequence[str]) -> dict[str, Any]:
-    """{key: value} of the model's config, and of the tokenizer's kind, from the newest checkpoint
-    that --load in `words` provides: settings that need no flag.
-
-    kind: of the model. Raises UsageError for a checkpoint of another kind, and as find_start does.
-    """
-    if not any(word.partition("=")[0] == "--load" for word in words):
-        return {}
-    checkpoint = saved_checkpoint(parse_part(CheckpointConfig, words, environ))
-    if checkpoint is None:
-        return {}
-    manifest = checkpoint.manifest
-    resume.require_kind(checkpoint.path, manifest, kind)
-    names = [each.name for each in fields(resolve_name(find_kind(kind).config))]
-    model = manifest["config"]["model"]
-    settings = {name: model.get(name) for name in names if name not in OF_A_RUN}
-    if "vocab_size" in names:
-        settings["vocab_size"] = manifest["vocab_size"]
-    if [word for word in words if word.endswith("mock-data")][-1:] != ["--mock-data"]:
-        settings["tokenizer_type"] = manifest["config"].get("data", {}).get("tokenizer_type")
-    return {key: value for key, value in settings.items() if value is not None}
+    def settings(self, words: Sequence[str]) -> dict[str, Any]:
+        """{key: value} of the model's config, and of the tokenizer's kind: settings that need no
+        flag. words: flags with --load. Raises UsageError for a checkpoint of another kind, and as
+        find_start does."""
+        if not any(word.partition("=")[0] == "--load" for word in words):
+            return {}
+        checkpoint = saved_checkpoint(parse_part(CheckpointConfig, words, self.environ))
+        if checkpoint is None:
+            return {}
+        manifest = checkpoint.manifest
+        resume.require_kind(checkpoint.path, manifest, self.kind)
+        names = [each.name for each in fields(resolve_name(find_kind(self.kind).config))]
+        self.model = model = manifest["config"]["model"]
+        settings = {name: model.get(name) for name in names if name not in OF_A_RUN}
+        if "vocab_size" in names:
+            settings["vocab_size"] = manifest["vocab_size"]
+        if [word for word in words if word.endswith("mock-data")][-1:] != ["--mock-data"]:
+            settings["tokenizer_type"] = manifest["config"].get("data", {}).get("tokenizer_type")
+        return {key: value for key, value in settings.items() if value is not None}
 
 
 def saved_tokenizer(config: CheckpointConfig) -> Tokenizer | None:

@@ -13,7 +13,7 @@ import torch
 
 from megatron.checkpoint import load, retention
 from megatron.checkpoint.resume import Start
-from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
+from megatron.config.checkpoint import TrainedConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import PrecisionConfig
 from megatron.data.tokenizer import GPT2BPETokenizer, Tokenizer
@@ -22,7 +22,7 @@ from megatron.train.evaluate import load_newest
 from megatron.train.inputs import Inputs
 from megatron.train.pretrain import Run, build
 from megatron.train.step import train_step
-from megatron.train.trained import open_trained, saved_model
+from megatron.train.trained import SavedRun, open_trained
 from tests.checkpoint.files import make_checkpoint
 from tests.config.test_checks import settings
 from tests.data.samples import write_tokenizer
@@ -60,12 +60,15 @@ def test_a_checkpoint_brings_its_tokenizer(tmp_path: Path, tokenizer: GPT2BPETok
         assert found.encode("the thing") == tokenizer.encode("the thing")
 
 
-def test_saved_model(tmp_path: Path) -> None:
+def test_the_model_of_a_saved_run(tmp_path: Path) -> None:
     for step, layers in ((2, 3), (4, 5)):
         config = {"model": {"num_layers": layers}}
-        make_checkpoint(tmp_path / "saved", step, config=config, vocab_size=9)
-    assert saved_model(CheckpointConfig(load=str(tmp_path / "saved"))) == {"num_layers": 5}
-    assert saved_model(CheckpointConfig(save=str(tmp_path / "new"))) is None
+        make_checkpoint(tmp_path / "saved", step, config=config, vocab_size=9, kind="gpt2")
+    saved = SavedRun("gpt2", {})
+    assert saved.settings(["--save", str(tmp_path / "new")]) == {}
+    assert saved.model is None
+    assert saved.settings(["--load", str(tmp_path / "saved")])["num_layers"] == 5
+    assert saved.model == {"num_layers": 5}
 
 
 def test_flags_win_over_the_checkpoint(tmp_path: Path, tokenizer: GPT2BPETokenizer) -> None:
