@@ -75,6 +75,11 @@ def switch(field: str, on: bool) -> str:
     return flag(field if on else f"no_{field}")
 
 
+def spellings(field: str) -> set[str]:
+    """The flags of a field, on and off."""
+    return {flag(field), switch(field, False)}
+
+
 def spelling(field: str, value: Any) -> tuple[str, ...]:
     """A field and its value as arguments: ("--seed", "1"), ("--no-bf16",), ("--data-path", "a")."""
     if isinstance(value, bool):

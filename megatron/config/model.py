@@ -314,8 +314,8 @@ class LlamaConfig(TextModelConfig):
             name, h = "--num-attention-heads", self.hidden_size
             even = [n for n in range(1, heads) if not h % (2 * n)]
             allowed = f"such that heads of {{}} {h} have an even size"
-            works = even[-1] if even else ()
-            raise UsageError(name, heads, allowed, "--hidden-size", works=works)
+            nearest = even[-1] if even else ()
+            raise UsageError(name, heads, allowed, "--hidden-size", works=nearest)
         if self.rope_scaling is not None:
             factor, low, high, positions = self.rope_scaling
             if not (1 <= factor < inf and 0 < low < high < inf and 0 < positions < inf):

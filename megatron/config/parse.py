@@ -18,7 +18,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import MISSING, make_dataclass
+from dataclasses import MISSING, make_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -41,7 +41,7 @@ from megatron.errors import (
     flag,
     setting,
     spelling,
-    switch,
+    spellings,
 )
 from megatron.libraries import MissingLibrary
 
@@ -147,9 +147,6 @@ _in_force: list[PresetSetting] = []
 """The settings of presets that no flag has overridden, as the last `parse` left them: an error of
 any part of the program may be about one."""
 
-_kinds: dict[str, Any] = {}
-"""Types of the settings that presets may hold, without those of the command line: flags win."""
-
 
 def _by_origin(error: Exception) -> str:
     """The message, where a preset has the refused setting as its line; then the lines of presets
@@ -158,10 +155,9 @@ def _by_origin(error: Exception) -> str:
         return str(error)
     text, lines = str(error), dict[Path, list[str]]()
     for each in _in_force:
-        if error.flag in each.flags:
-            kinds = {key: _kinds[key] for key in each.beside if key in _kinds}
-            text = error.in_toml(kinds, f"--preset {each}")
-        elif not each.flags.isdisjoint(error.others):
+        if error.flag in spellings(each.name):
+            text = error.in_toml(each.beside, f"--preset {each}")
+        elif not spellings(each.name).isdisjoint(error.others):
             line = f"{setting(each.key, each.value)} (line {each.line})"
             lines.setdefault(each.file, []).append(line)
     return text + "".join(f"; --preset {f} has {', '.join(each)}" for f, each in lines.items())
@@ -222,13 +218,12 @@ def parse(
     presets = [each for each in presets if each.name not in replaced]
     # Presets become arguments before those of the command line, which win.
     spelt = {word.partition("=")[0].replace("_", "-") for word in words}
-    _in_force[:] = [each for each in presets if not spelt & each.flags]
-    _kinds.clear()
-    _kinds.update(
-        (key, kind)
-        for key, kind in types.items()
-        if spelt.isdisjoint((flag(names[key]), switch(names[key], False)))
-    )
+    left = {key for key in types if spelt.isdisjoint(spellings(names[key]))}
+    _in_force[:] = [
+        replace(each, beside={key: each.beside[key] for key in left.intersection(each.beside)})
+        for each in presets
+        if each.name in left
+    ]
     first = [word for each in presets for word in _arguments(each.name, each.value)]
     if saved is not None and not helps.WORDS & set(words):
         saved_words: list[str] = []

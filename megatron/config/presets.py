@@ -16,26 +16,22 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from megatron.config.parts import see_modules_in
-from megatron.errors import UsageError, flag, setting, switch
+from megatron.errors import UsageError, setting
 
 PRESETS = Path(__file__).resolve().parents[2] / "scripts" / "presets"
 
 
 @dataclass(frozen=True)
 class PresetSetting:
-    """A setting of a preset, and where it is. name: the first name of the setting. beside: keys
-    that may stand beside it."""
+    """A setting of a preset, and where it is. name: the first name of the setting. beside: types
+    of the settings that may stand beside it."""
 
     key: str
     value: Any
     file: Path
     line: int
     name: str
-    beside: Collection[str] = ()
-
-    @property
-    def flags(self) -> set[str]:
-        return {flag(self.name), switch(self.name, False)}
+    beside: Mapping[str, Any]
 
     def __str__(self) -> str:
         is_table = isinstance(self.value, dict)
@@ -86,7 +82,7 @@ def kind_of_presets(names: Iterable[str]) -> PresetSetting | None:
         model = read_toml(file).get("model")
         if isinstance(model, dict) and "kind" in model:
             line = _line_numbers(file).get(("model", "kind"), 1)
-            found = PresetSetting("kind", model["kind"], file, line, "model")
+            found = PresetSetting("kind", model["kind"], file, line, "model", {})
     return found
 
 
@@ -101,10 +97,10 @@ def read_preset(file: Path, program: type, names: Mapping[str, str]) -> Iterator
     for key, value in settings.items():
         is_table, config = isinstance(value, dict), tables.get(key)
         if is_table and config is None:
-            table = PresetSetting(key, value, file, lines.get((key, ""), 1), key)
+            table = PresetSetting(key, value, file, lines.get((key, ""), 1), key, {})
             near = difflib.get_close_matches(key, tables, n=1, cutoff=0)
             raise table.error(f"a table of this program such as [{', '.join(near)}]")
-        allowed = {name for name, _, _ in settings_of(config)} if config else {*names}
+        allowed = {name: kind for name, kind, _ in settings_of(config or program)}
         for name, each in value.items() if is_table else [(key, value)]:
             line = lines.get((key if is_table else "", name)) or lines.get((key, "")) or 1
             given = PresetSetting(name, each, file, line, names.get(name, name), allowed)
