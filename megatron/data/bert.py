@@ -33,6 +33,7 @@ from megatron.data.indexed import IndexedDataset, check_highest_id
 from megatron.data.order import Series, open_series
 from megatron.data.sources import Corpus
 from megatron.data.tokenizer import BertTokenizer
+from megatron.errors import UsageError
 
 SPECIAL = 3  # [CLS] and two [SEP]
 SAMPLED_DOCUMENTS = 256  # documents of a split that are checked when it is opened
@@ -306,10 +307,8 @@ class Masking:
 
     def __post_init__(self) -> None:
         if not 0 < self.mask_prob <= 0.5:
-            raise ValueError(
-                f"--mask-prob {self.mask_prob} is not above 0 and at most 0.5; --mask-prob 0.15 "
-                "would work"
-            )
+            allowed = "above 0 and at most 0.5"
+            raise UsageError("--mask-prob", self.mask_prob, allowed, works=0.15)
         assert self.max_ngram_size >= 1
 
     @cached_property
@@ -465,17 +464,13 @@ def open_bert_splits(
     has no room for two segments.
     """
     if seq_length < SPECIAL + 2:
-        raise ValueError(
-            f"--seq-length {seq_length} is too short for two segments; --seq-length {SPECIAL + 2} "
-            "would work"
-        )
+        allowed = f"at least {SPECIAL + 2}, for two segments"
+        raise UsageError("--seq-length", seq_length, allowed, works=SPECIAL + 2)
     for source in corpus.sources:
         description = source.data.description
         if description is not None and description.eod is not None:
-            raise ValueError(
-                f"--data-path: the documents of {source.data.prefix} end with a mark; data of "
-                "tools/preprocess_data.py --split-sentences would work"
-            )
+            allowed = "data of tools/preprocess_data.py --split-sentences: its documents end with "
+            raise UsageError("--data-path", source.data.prefix, f"{allowed}a mark")
     marks = [tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask]
     masking = Masking(
         mask=tokenizer.mask,

@@ -20,6 +20,7 @@ from megatron.data.batch import Array, TextBatch
 from megatron.data.indexed import IndexedDataset, check_highest_id
 from megatron.data.order import Series, open_series
 from megatron.data.sources import Corpus
+from megatron.errors import UsageError, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +61,10 @@ class Boundaries:
 
     def __post_init__(self) -> None:
         names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-        flags = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
-        if flags and self.eod is None:
-            raise ValueError(
-                f"{' '.join(flags)} needs end marks between documents, and --data-path has none; "
-                "data of tools/preprocess_data.py without --no-append-eod would work"
-            )
+        name = next((name for name in names if getattr(self, name)), None)
+        if name is not None and self.eod is None:
+            allowed = "left out with data without end marks, as {} is (--no-append-eod)"
+            raise UsageError(flag(name), None, allowed, "--data-path")
 
     def batch(self, window: NDArray[np.int32]) -> GPT2Batch:
         """The batch of samples [b, s + 1]. Each label is the next token, also across documents."""
@@ -164,11 +163,9 @@ def open_splits(
     def cut(data: IndexedDataset, documents: range, name: str) -> TokenRange:
         tokens = data.token_range(documents)
         if len(tokens) <= seq_length:
-            raise ValueError(
-                f"--seq-length {seq_length} is too long for the {name} split of {data.prefix}, of "
-                f"{len(tokens)} tokens; --seq-length {max(1, len(tokens) - 1)} or a larger part of "
-                "--split would work"
-            )
+            allowed = f"below the {len(tokens)} tokens of the {name} split of {data.prefix}, of "
+            allowed += "which --split may give it more"
+            raise UsageError("--seq-length", seq_length, allowed, works=max(1, len(tokens) - 1))
         return TokenRange(data, tokens, seq_length)
 
     make = partial(GPT2Dataset, vocab_size=corpus.vocab_size, boundaries=boundaries)

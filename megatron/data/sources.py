@@ -14,6 +14,9 @@ from megatron.data.documents import Documents, names_documents, open_documents
 from megatron.data.files import tokenizer_folder
 from megatron.data.indexed import IndexedDataset, check_highest_id
 from megatron.data.tokenizer import Tokenizer, file_flags, read_tokenizer
+from megatron.errors import UsageError
+
+PATH = "--data-path"
 
 # Some 64 chunks of 2^16 ids of a data set without sidecar are checked beforehand: 8 to 16 MB, and
 # few enough seeks for a slow disk.
@@ -79,24 +82,22 @@ def open_corpus(
     tokenizer: None if no tokenizer file was given; the facts are then in the sidecars, and
     `undescribed` finds a tokenizer for data without them.
     vocab_size: that of --vocab-size, at least the tokenizer's number of ids, which is the default.
-    Raises ValueError, naming the flag and both values, if they contradict each other. Warns of data
+    Raises UsageError, naming both values, if they contradict each other. Warns of data
     sets that were not shuffled, and of those without sidecar; some 2^22 ids of the latter, spread
     over the data, are checked.
     """
     sources = []
     for weight, prefix in _parse(data_path):
         if Path(prefix).is_dir() and (pairs := sorted(Path(prefix).glob("*.idx"))):
-            works = " or ".join(f"--data-path {pair.with_suffix('')}" for pair in pairs[:4])
-            raise ValueError(f"--data-path {prefix} is a folder; {works} works")
+            names = " or ".join(str(pair.with_suffix("")) for pair in pairs[:4])
+            raise UsageError(PATH, prefix, f"a file of this folder, {names}")
         if names_documents(prefix):
-            raise ValueError(
-                f"--data-path {prefix} is text, not the prefix of a .bin and .idx pair, which "
-                "tools/preprocess_data.py makes of it; with --pad GPT-2 reads it as it is"
-            )
+            allowed = "the prefix of a .bin and .idx pair, which tools/preprocess_data.py makes of "
+            raise UsageError(PATH, prefix, f"{allowed}it, or with {{}} text for GPT-2", "--pad")
         try:
             sources.append(Source(weight=weight, data=IndexedDataset(prefix)))
         except (ValueError, OSError) as error:
-            raise ValueError(f"--data-path: {error}") from error
+            raise UsageError(PATH, prefix, f"a pair that can be read ({error})") from error
     if tokenizer is None and not any(source.data.description for source in sources):
         tokenizer = undescribed()
     # {source of the facts: (kind, vocabulary, fingerprint) of the tokenizer}
@@ -167,10 +168,8 @@ def open_document_corpus(
 def _parse(data_path: Sequence[str]) -> list[tuple[Fraction, str]]:
     """[(weight, prefix or file)]"""
     if not data_path:
-        raise ValueError(
-            "--data-path is missing: it takes the prefix of a .bin and .idx pair, or with --pad "
-            "documents, such as a file of JSON lines"
-        )
+        allowed = "given: the prefix of a .bin and .idx pair, or with {} documents, such as a file "
+        raise UsageError(PATH, None, f"{allowed}of JSON lines", "--pad")
     if len(data_path) == 1:
         return [(Fraction(1), data_path[0])]
     try:
@@ -178,10 +177,8 @@ def _parse(data_path: Sequence[str]) -> list[tuple[Fraction, str]]:
     except (ValueError, ZeroDivisionError):
         weights = []
     if len(data_path) % 2 or not weights or min(weights) <= 0:
-        raise ValueError(
-            f"--data-path {' '.join(data_path)} is no single path, nor a positive weight before "
-            "each; --data-path 0.3 first 0.7 second would work"
-        )
+        allowed = "a single path, or a positive weight before each, such as 0.3 first 0.7 second"
+        raise UsageError(PATH, " ".join(data_path), allowed)
     return list(zip(weights, data_path[1::2], strict=True))
 
 
@@ -189,41 +186,35 @@ def _agreed_tokenizer(
     tokenizers: Mapping[str, tuple[str, int, str]], vocab_size: int | None
 ) -> tuple[int, str]:
     """(vocabulary, fingerprint) that all sources agree on and --vocab-size allows; else
-    ValueError."""
+    UsageError."""
     if not tokenizers:
         if vocab_size is None:
-            raise ValueError(
-                "--vocab-size is missing: no data set of --data-path has a .json that says it"
-            )
+            allowed = "given: no data set of {} has a .json that says it"
+            raise UsageError("--vocab-size", None, allowed, PATH)
         return vocab_size, ""
     names = ("kind", "vocabulary", "fingerprint")
     (first, expected), *others = tokenizers.items()
     for other, facts in others:
         for name, ours, theirs in zip(names, expected, facts, strict=True):
             if ours != theirs:
-                raise ValueError(
-                    f"--data-path: tokenizers differ in their {name}: {ours} by {first}, {theirs} "
-                    f"by {other}; the tokenizer that the data was made with would work"
-                )
+                allowed = "of one tokenizer, that which the data was made with: they differ in "
+                allowed += f"their {name}, {ours} by {first}, {theirs} by {other}"
+                raise UsageError(PATH, None, allowed)
     _, size, fingerprint = expected
     if vocab_size is not None and vocab_size < size:
-        raise ValueError(
-            f"--vocab-size {vocab_size} (that of --load, where no flag says it) is below the "
-            f"{size} ids of the tokenizer; a tokenizer of at most {vocab_size}, or for a new model "
-            f"--vocab-size {size}, would work"
-        )
+        allowed = f"at least the {size} ids of the tokenizer; that of {{}}, where no flag says it, "
+        allowed += f"needs a tokenizer of at most {vocab_size}"
+        raise UsageError("--vocab-size", vocab_size, allowed, "--load")
     return vocab_size or size, fingerprint
 
 
 def require_sequences(corpus: Corpus[IndexedDataset], *, sentences: bool) -> None:
-    """ValueError unless all data sets hold sentences, as BERT reads them; if False, documents."""
+    """UsageError unless all data sets hold sentences, as BERT reads them; if False, documents."""
     for source in corpus.sources:
         if source.data.has_sentences != sentences:
             content, how = ("whole documents", "with") if sentences else ("sentences", "without")
-            raise ValueError(
-                f"--data-path: {source.data.prefix} holds {content}; one that "
-                f"tools/preprocess_data.py wrote {how} --split-sentences would work"
-            )
+            allowed = f"one that tools/preprocess_data.py wrote {how} --split-sentences: it holds "
+            raise UsageError(PATH, source.data.prefix, f"{allowed}{content}")
 
 
 def find_tokenizer(corpus: Corpus[IndexedDataset]) -> Tokenizer | None:
