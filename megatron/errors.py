@@ -36,7 +36,7 @@ class UsageError(ValueError):
 
     def in_toml(self, kinds: Mapping[str, Any], given: str | None = None) -> str:
         """The message for a setting in a TOML file. kinds: types of the settings that may stand
-        beside it, in whose place flags have no meaning. given: the setting as it stands there."""
+        beside it; a cure with another one stays flags. given: the setting as it stands there."""
         words = (self.flag,) if self.value is None else (self.flag, self.value)
         given = given or line_of(words, kinds) or " ".join(map(str, words))
         allowed = self.allowed
