@@ -165,7 +165,7 @@ def open_splits(
         if len(tokens) <= seq_length:
             allowed = f"below the {len(tokens)} tokens of the {name} split of {data.prefix}, of "
             allowed += "which --split may give it more"
-            raise UsageError("--seq-length", seq_length, allowed, works=max(1, len(tokens) - 1))
+            raise UsageError("--seq-length", seq_length, allowed)  # another split may be shorter
         return TokenRange(data, tokens, seq_length)
 
     make = partial(GPT2Dataset, vocab_size=corpus.vocab_size, boundaries=boundaries)
