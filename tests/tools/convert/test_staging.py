@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoint.saving import before_calls
+from tests.files import before_calls
 from tools.convert.staging import staged
 
 
