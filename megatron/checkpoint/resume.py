@@ -27,8 +27,8 @@ from megatron.parallel.axes import BATCH_AXES
 # without --override-data. free: a message lists it. effect: its result is compared instead: the
 # precision, the vocabulary ...
 PARTS = ("model", "data", "optimizer", "training", "precision")
-# What a setting is that is not given, from all settings and the number of ranks that read different
-# samples.
+# The effective value of a setting that is not given, from all settings and the number of ranks that
+# read different samples.
 UNSET: dict[str, Callable[[Mapping[str, Any], int], Any]] = {
     "global_batch_size": lambda given, ranks: given["micro_batch_size"] * ranks,
     "lr_decay_iters": lambda given, _: (

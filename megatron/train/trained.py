@@ -122,7 +122,7 @@ def saved_checkpoint(config: CheckpointConfig) -> Checkpoint | None:
 
 @dataclass
 class SavedRun:
-    """What a run takes from the newest checkpoint of --load, read once. kind: of the run's
+    """The settings in the newest checkpoint of --load, which is read once. kind: of the run's
     model."""
 
     kind: str
