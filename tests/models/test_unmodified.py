@@ -113,9 +113,10 @@ WITHOUT_PLAN = {"bloom": Case("bloom"), "experts": Case("mixtral")}  # trained w
 
 
 def cases_at(tensor_size: int) -> dict[str, Case]:
-    """Four ranks take FOUR, more than there are groups of heads, and two the rest."""
+    """Four ranks take FOUR, more than there are groups of heads, and two the rest; the matrix
+    compares these with one process."""
     if tensor_size == 1:
-        return WITHOUT_PLAN | {name: CASES[name] for name in ("gpt2", "bert", *FOUR)}
+        return WITHOUT_PLAN
     return {name: case for name, case in CASES.items() if (name in FOUR) == (tensor_size == 4)}
 
 

@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from megatron import api
 from megatron.api import Mesh, gather_whole, layer_factory, materialize, serial_mesh, sharding_specs
@@ -338,6 +336,10 @@ def test_a_layer_on_meta_has_no_weights_until_they_are_made() -> None:
 
 
 def test_rotary_is_that_of_llama() -> None:
+    # Seconds for test_cpu_kernels.py, which runs tests of this file in a process of its own.
+    from transformers.models.llama.configuration_llama import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
     config = LlamaConfig(hidden_size=16, num_attention_heads=2)
     positions = torch.tensor([[0, 1, 2, 4, 9, 100, 63]])
     q, k = random(1, 1, 2, 7, 8), random(2, 1, 2, 7, 8)
