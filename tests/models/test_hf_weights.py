@@ -19,10 +19,10 @@ from transformers import conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from megatron.errors import UsageError
-from megatron.huggingface import weights as hf_weights
 from megatron.huggingface.config import HuggingFaceConfig, HuggingFaceMaskedConfig
 from megatron.huggingface.layers import ORIGINAL_LAYOUT, WeightLayout
 from megatron.huggingface.weights import layout_of
+from megatron.models import hf_folder
 from megatron.parallel.sharding import ShardingSpec, gather_whole
 from megatron.train.state import TrainState, build_state
 from tests.dist import Pool
@@ -189,7 +189,7 @@ def read(
     them), the messages, and how many numbers were read and are needed: those that are held, but
     the whole shard of a parameter in another layout."""
     found = {}
-    hf_weights.safe_open = Counting  # type: ignore[assignment]
+    hf_folder.safe_open = Counting  # type: ignore[assignment]
     try:
         for name, folder in folders.items():
             counted.clear()
@@ -202,7 +202,7 @@ def read(
             needed = sum(numbers_of(spec, local, layout) for layout, spec, local in own)
             found[name] = masters_of(state), whole(state, weights), said, sum(counted), needed
     finally:
-        hf_weights.safe_open = safe_open
+        hf_folder.safe_open = safe_open
     return found
 
 
