@@ -13,6 +13,7 @@ best.
 
 from __future__ import annotations
 
+import gc
 import sys
 from bisect import insort
 from collections.abc import Iterator
@@ -100,6 +101,7 @@ class Search(Layouts):
             else:
                 self.counts["not_fitting"] += len(each.zero_stages)
         heapify(queue)
+        gc.freeze()  # torch's objects, else 4 % of the time goes into collections of them
         is_hidden = not sys.stderr.isatty()  # it would fill a log file
         with tqdm(total=left, desc="layouts", leave=False, disable=is_hidden) as bar:
             while queue and SAFE * queue[0].seconds <= self._slowest_of_best:
@@ -124,6 +126,7 @@ class Search(Layouts):
                             done -= 1
                 left -= done
                 bar.update(done)
+        gc.unfreeze()
         self.counts["pruned"] = left
         self.found.sort(key=lambda each: each.seconds.total)
         return self.found

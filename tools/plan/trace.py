@@ -361,7 +361,7 @@ class Step:
         that arrive; in stage 3 also weights of the layers that run, and those outside layers."""
         if self.stage < 2:
             return 0
-        found, layer, rest = self.trace, 0, 0
+        found, kept, layer, rest = self.trace, self.activations, 0, 0
         if self.stage == 3:
             layers = self.width * sum(bucket.size for each in self.model.layers for bucket in each)
             rest = self.width * sum(bucket.size for _, bucket in self.model.buckets) - layers
@@ -370,7 +370,7 @@ class Step:
         forward = (found.logits, first[-1]), (found.head, moments[0][-1])
         peaks = [layer + peak + self.wide * gradients for peak, gradients in forward]
         for done, share, gradients in moments:  # what layers keep is freed from the last one on
-            one = int(share * found.one_layer - done * self.activations) + 2 * layer * (done < 1)
+            one = int(share * found.one_layer - done * kept) + 2 * layer * (done < 1)
             peaks.append(one + self.wide * gradients)
         return rest + max(peaks) - max(found.logits, found.one_layer)
 

@@ -240,7 +240,7 @@ AT_PEAK = [
     (4, (2, 3), f"llama3_8b {LESS} {FEW} {NONE} {TENSOR} 1 --seq-length 512", 2),
     (4, (2, 3), f"gpt2_124m {LESS} {GATED} {FULL}", 1),
     # Gradients of norms, in a bucket that the first layer completes, keep all others waiting.
-    (8, (2, 3), f"gpt2_124m {LESS} {TENSOR} 2 {SEQUENCE} {FULL} --seq-length 128", 1),
+    (8, (2,), f"gpt2_355m {LESS} {TENSOR} 2 {SEQUENCE} {FULL} --seq-length 128", 1),
     (4, (1, 2, 3), f"gpt2_124m {SOME} {FULL} --optimizer-cpu-offload", 1),
 ]
 
