@@ -1,4 +1,4 @@
-"""What a conversion writes has its name when it is on disk, whole."""
+"""A conversion is on disk, whole, before it has its name."""
 
 from collections.abc import Sequence
 from pathlib import Path
