@@ -29,7 +29,7 @@ from tools.corpus.files import (
 )
 from tools.corpus.language import UNKNOWN, identify, names
 from tools.corpus.repair import mend_newlines, repair
-from tools.corpus.settings import LengthSettings, warn_of_unknown
+from tools.corpus.settings import LengthSettings, program, warn_of_unknown
 from tools.corpus.tokenize.encoders import load_encoder
 
 ANY = "any"
@@ -158,3 +158,7 @@ def _histogram(counters: Counter[str], name: str) -> dict[str, int]:
     keys = [key for key in counters if key.startswith(f"{name}:")]
     keys.sort(key=lambda key: (len(key), key))
     return {key.partition(":")[2]: counters[key] for key in keys}
+
+
+if __name__ == "__main__":
+    program("tools.corpus.clean")

@@ -38,7 +38,7 @@ from tools.corpus.clean import has_tokens, token_counter
 from tools.corpus.engine import StepRun, map_units
 from tools.corpus.evaluation import Evaluation, load_evaluation, normalise_title
 from tools.corpus.ngrams import Found, Indices, Words, split_words
-from tools.corpus.settings import LengthSettings, say, warn_of_unknown
+from tools.corpus.settings import LengthSettings, program, say, warn_of_unknown
 from tools.report.numbers import aligned
 
 
@@ -252,3 +252,7 @@ def show(leakage: dict[str, dict[str, float]], n: int) -> None:
     rows += [[name, *(f"{facts[each]:.3%}" for each in columns)] for name, facts in leakage.items()]
     say(f"share of {n}-grams found in the corpus, of all and of the distinct ones:")
     say(aligned(rows, right=True))
+
+
+if __name__ == "__main__":
+    program("tools.corpus.decontaminate")

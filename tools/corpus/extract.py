@@ -38,7 +38,7 @@ from tools.corpus.files import (
     grouped,
     write_shard,
 )
-from tools.corpus.settings import ShardSettings
+from tools.corpus.settings import ShardSettings, program
 
 SHARD_UNITS = 8  # a shard ends at this many --unit; an archive may make several shards
 PROBED_SPLITS = 8
@@ -166,3 +166,7 @@ def check_format(
         f"{settings.format}{key}",
         f"that of --input; {first.file}, byte {first.offset}: {first.reason}{hint}",
     )
+
+
+if __name__ == "__main__":
+    program("tools.corpus.extract")

@@ -26,7 +26,7 @@ from megatron.config.checks import at_least
 from megatron.data.files import atomic_writer
 from tools.corpus.engine import write_json
 from tools.corpus.files import DocumentCounts, Record, documents, dump_record, keyed_hash
-from tools.corpus.settings import progress, say
+from tools.corpus.settings import program, progress, say
 from tools.report import numbers
 
 PROSE_FILE = re.compile(
@@ -195,3 +195,7 @@ def is_prose(paragraph: str) -> bool:
         and len(words) >= 0.6 * len(paragraph.split())
         and not CODE.search(paragraph)
     )
+
+
+if __name__ == "__main__":
+    program("tools.corpus.harvest")

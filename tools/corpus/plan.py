@@ -33,7 +33,7 @@ from megatron.errors import UsageError
 from tools.corpus import readers
 from tools.corpus.engine import write_json
 from tools.corpus.pipeline import Description, Job, RunSettings, as_toml, preflight
-from tools.corpus.settings import StepSettings, Unfinished, parse_size, say
+from tools.corpus.settings import StepSettings, Unfinished, parse_size, program, say
 from tools.report import numbers
 
 SAMPLE, SEED = "8MB", 1234
@@ -465,3 +465,7 @@ def print_estimates(estimates: Sequence[Estimate]) -> None:
         f"{numbers.duration(sum(e.core_seconds for e in estimates))} of one core, "
         f"{numbers.duration(sum(e.seconds for e in estimates))} by the clock"
     )
+
+
+if __name__ == "__main__":
+    program("tools.corpus.plan")

@@ -20,7 +20,7 @@ from megatron.data.files import sha256, write_atomically
 from megatron.data.json_lines import MANIFEST, WORK
 from megatron.errors import UsageError
 from tools.corpus.scheduler import open_scheduler
-from tools.corpus.settings import progress, say
+from tools.corpus.settings import program, progress, say
 from tools.report.corpus import Facts, Folder, Step, page, read_json
 
 ORDER = ("urls", "extract", "clean", "decontaminate", "dedup", "split", "tokenise")
@@ -139,3 +139,7 @@ def read_facts(file: Path) -> Facts:
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds no JSON object; the step run again writes it")
     return content
+
+
+if __name__ == "__main__":
+    program("tools.corpus.report")

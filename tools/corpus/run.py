@@ -21,7 +21,7 @@ from megatron.errors import UsageError
 from tools.corpus import plan
 from tools.corpus.files import Compression
 from tools.corpus.pipeline import Job, RunSettings, as_toml, preflight
-from tools.corpus.settings import say
+from tools.corpus.settings import program, say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,3 +90,7 @@ def jobs_until(jobs: Sequence[Job], last: str | None) -> list[Job]:
             works=("--until", steps[-1]),
         )
     return list(jobs[: len(steps) - steps[::-1].index(last)])
+
+
+if __name__ == "__main__":
+    program("tools.corpus.run")

@@ -25,7 +25,7 @@ from megatron.data.json_lines import MANIFEST, WORK
 from megatron.errors import UsageError
 from tools.corpus import external, files
 from tools.corpus.engine import SHARDS, StepRun, Task, keep_rejected, remove, sum_counts, write_json
-from tools.corpus.settings import ShardSettings, parse_size, say
+from tools.corpus.settings import ShardSettings, parse_size, program, say
 
 SIDES = ("train", "valid")
 HALF = external.KEYS // 2  # keys below are of train, the others of valid
@@ -223,3 +223,7 @@ def finish_side(step: StepRun, facts: dict[str, Any]) -> None:
     write_json(folder / MANIFEST, manifest)
     (folder / WORK).rmdir()
     say(f"split: {facts['output']['documents']} documents to {folder}")
+
+
+if __name__ == "__main__":
+    program("tools.corpus.split")

@@ -29,7 +29,7 @@ from megatron.errors import UsageError
 from tools.corpus.engine import StepRun, Task, keep_rejected, sum_counts
 from tools.corpus.external import count_parts, find_repeats, repeats_of, write_rows
 from tools.corpus.files import DocumentCounts, Unit, cut, write_shard
-from tools.corpus.settings import ShardSettings
+from tools.corpus.settings import ShardSettings, program
 
 SHORTEST = 9  # characters
 LONGEST = 1 << 16  # bytes
@@ -206,3 +206,7 @@ def write_unit(unit: Unit, parts: int, settings: Settings) -> dict[str, Any]:
     assert repeat is None
     keep_rejected(settings, unit, accounting)
     return {"accounting": accounting.to_json(), "shard": shard.facts}
+
+
+if __name__ == "__main__":
+    program("tools.corpus.urls")
