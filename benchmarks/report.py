@@ -70,7 +70,8 @@ class Machine:
         by_host = self.agents.gather([here, cpu_seconds() - self.before[1]])
         own = sum(used for host, used in by_host if host == here)
         share = (busy_seconds() - self.before[0] - own) / (seconds * self.known["cores"])
-        others = {"seconds": round(seconds), "others_share_of_cores": round(max(0.0, share), 3)}
+        share = round(min(max(0.0, share), 1.0), 3)  # ticks of a short run add up to a little more
+        others = {"seconds": round(seconds), "others_share_of_cores": share}
         return self.known | others
 
 

@@ -326,6 +326,8 @@ class Search(Layouts):
             found = self.plan(varied(best.config, **changes))
         except UsageError as error:
             return row | {"reason": f"refused: {error.flag} must be {error.allowed}"}
+        except ValueError as error:  # a model that cannot be built so
+            return row | {"reason": f"refused: {error}"}
         if not isinstance(found, LayoutPlan):
             reason = f"does not fit: a device lacks {size(found)}"
             return row | {"reason": reason, "lacking_bytes": found}
