@@ -183,7 +183,7 @@ class GradientBuckets:
 
     def _add_buckets(self, bucket_bytes: int, in_fp32: bool, unit_of: Mapping[str, int]) -> None:
         """Make buckets of at most `bucket_bytes`, or of one larger parameter, in the order in which
-        the backward fills them: last layers first. unit_of: numbers of units by name of their
+        the backward completes them: last layers first. unit_of: numbers of units by name of their
         parameters; parameters with different numbers share no bucket."""
         storage = STORAGES[self.zero_stage]
         alike: list[tuple[torch.dtype, list[Named]]] = []
@@ -202,6 +202,10 @@ class GradientBuckets:
                 alike.append((dtype, open_buckets[key]))
             open_buckets[key].append((name, parameter, spec))
             free[key] -= size
+        # Sums start in this order. Under sequence parallelism the norms of all layers share a bucket,
+        # which, if it came first, would keep all others waiting until the end of the backward.
+        numbers = {name: number for number, (name, _) in enumerate(reversed(trained))}
+        alike.sort(key=lambda each: numbers[each[1][-1][0]])
         self.sums_each_micro_batch = storage.sums_each_micro_batch
         self.buckets = [storage(named, dtype, self.deferral, self.shared) for dtype, named in alike]
         # All ranks of a tie sum its copies in the same order.

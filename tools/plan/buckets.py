@@ -109,8 +109,8 @@ class Model:
             if bucket.begun < 0:  # from now on among the first ones
                 of_head -= bucket.size
                 continue
-            # Sums start in order; a bucket of other axes may wait for the first layer. In a layer,
-            # weights may begin a bucket before biases complete the previous one.
+            # Sums start in the order of completion; one of other axes may end with the first layer.
+            # In a layer, weights may begin a bucket before biases complete the previous one.
             for is_late in (1, 0):
                 while summed < number and (
                     ready[summed - before] <= bucket.begun
@@ -240,7 +240,8 @@ def _divided(
             found.append((key, latest[key]))
         latest[key].append(each)
         free[key] -= size
-    return found
+    order = {id(each): number for number, each in enumerate(reversed(copies))}
+    return sorted(found, key=lambda bucket: order[id(bucket[1][-1])])
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -239,7 +239,7 @@ AT_PEAK = [
     (4, (2, 3), f"gpt2_124m {XL} {LESS} {FULL} --seq-length 16", 1),
     (4, (2, 3), f"llama3_8b {LESS} {FEW} {NONE} {TENSOR} 1 --seq-length 512", 2),
     (4, (2, 3), f"gpt2_124m {LESS} {GATED} {FULL}", 1),
-    # Gradients of norms, in a bucket that the first layer completes, keep all others waiting.
+    # Norms' gradients are in one bucket, which the first layer completes; no other waits for it.
     (8, (2,), f"gpt2_355m {LESS} {TENSOR} 2 {SEQUENCE} {FULL} --seq-length 128", 1),
     (4, (1, 2, 3), f"gpt2_124m {SOME} {FULL} --optimizer-cpu-offload", 1),
 ]
