@@ -17,6 +17,8 @@ from .parallel.collectives import all_reduce as all_reduce
 
 # Layers
 from .parallel.layers import (
+    Gathered as Gathered,
+    Partition as Partition,
     ParallelLinear as ParallelLinear,
     ColumnParallelLinear as ColumnParallelLinear,
     RowParallelLinear as RowParallelLinear,
@@ -38,9 +40,13 @@ from .parallel.layers_grid import (
     RMSNorm3D as RMSNorm3D,
     GroupedQueryLinear3D as GroupedQueryLinear3D,
 )
-from .parallel.regions import split_stream as split_stream
+from .parallel.regions import (
+    split_stream as split_stream,
+    gather_stream as gather_stream,
+)
 from .parallel.dropout import Dropout as Dropout
 from .parallel.factory import layer_factory as layer_factory
+from .parallel.context import local_tokens as local_tokens
 
 # Models that were not written for it, by a plan
 from .huggingface.parallelize import (
@@ -64,6 +70,7 @@ from .parallel.sharding import (
     ShardedModule as ShardedModule,
     ShardingSpec as ShardingSpec,
     sharding_specs as sharding_specs,
+    replicated as replicated,
     gather_whole as gather_whole,
 )
 from .parallel.initialize import materialize as materialize

@@ -202,7 +202,7 @@ class GradientBuckets:
                 alike.append((dtype, open_buckets[key]))
             open_buckets[key].append((name, parameter, spec))
             free[key] -= size
-        # Sums start in this order. Under sequence parallelism the norms of all layers share a bucket,
+        # Sums start in this order. Under sequence parallelism all layers' norms share one bucket,
         # which, if it came first, would keep all others waiting until the end of the backward.
         numbers = {name: number for number, (name, _) in enumerate(reversed(trained))}
         alike.sort(key=lambda each: numbers[each[1][-1][0]])
