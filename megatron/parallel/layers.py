@@ -279,7 +279,7 @@ class _LookUp(torch.autograd.Function):
 
 def look_up(index: Tensor, weight: Tensor, view: GradientView | None = None) -> Tensor:
     """Rows [n, h] of `weight` [v, h] at `index` [n]; their gradients are summed in fp32 or wider.
-    view: see `multiply`; used only if it is wide."""
+    view: see `multiply`; used only if it is in fp32 or wider."""
     return _LookUp.apply(index, weight, view if view is None or view.is_fp32 else None)
 
 
