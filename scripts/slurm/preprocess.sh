@@ -13,7 +13,7 @@
 #SBATCH --requeue
 source scripts/slurm/body.sh || exit 2
 workers=${SLURM_CPUS_PER_TASK:-1}
-command=("$python" -m tools.preprocess_data "$@" --workers "$workers")
+command=("$python" tools/preprocess_data.py "$@" --workers "$workers")
 
 for ((stage = 0; stage < ${STAGES:-2}; stage++)); do
     # shellcheck disable=SC2016 # the variables are those of each task
