@@ -111,9 +111,9 @@ def read_preset(file: Path, program: type, names: Mapping[str, str]) -> Iterator
             if name == "kind" and not is_table and "model" in tables:
                 raise given.error("in the table [model]")
             if given.name not in allowed or isinstance(each, dict):
-                (nearest,) = difflib.get_close_matches(name, allowed, n=1, cutoff=0)
+                near = difflib.get_close_matches(name, allowed, n=1)
                 where = f"table [{key}]" if is_table else "program"
-                raise given.error(f"a setting of this {where} such as {nearest}")
+                raise given.error(" such as ".join([f"a setting of this {where}", *near]))
             if given.name in first:
                 raise given.error(f"given once; line {first[given.name]} has it, too")
             first[given.name] = line
