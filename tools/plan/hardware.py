@@ -1,5 +1,6 @@
-"""Figures of a machine, from a TOML file in which each figure is a table of value and source. A
-table [software."NAME"] has figures that replace them for one program, and one source."""
+"""Figures of a machine, from a TOML file in which each figure is a table of value and source, and
+of measured = true if the machine attains it. A table [software."NAME"] has figures that replace
+them for one program, and one source."""
 
 from __future__ import annotations
 
@@ -99,6 +100,7 @@ class Hardware:
     software: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By program: figures that replace those above, fitted to its runs."""
     sources: Mapping[str, str]
+    are_measured: tuple[str, ...] = ()  # names of figures
 
     def peak(self, precision: str) -> float:
         """Peak FLOP/s of matmuls. Raises ValueError if the device has none in this precision."""
@@ -304,7 +306,7 @@ def read_hardware(text: dict[str, Any]) -> Hardware:
     """text: {figure: {"value", "source"}}, with peaks by precision below "peak", and measured
     layers."""
     peaks = {f"peak.{name}": each for name, each in text["peak"].items()}
-    apart = {"name", "is_cpu", "anchor", "software", "layers", "sources"}
+    apart = {"name", "is_cpu", "anchor", "software", "layers", "sources", "are_measured"}
     known = {each.name for each in fields(Hardware)} - apart
     figures = {name: each for name, each in text.items() if name in known}
     for name in ("peak.fp32", *peaks, *POSITIVE):
@@ -326,6 +328,7 @@ def read_hardware(text: dict[str, Any]) -> Hardware:
         software=software,
         layers=read_layers(text.get("layers", ())),
         sources={name: each["source"] for name, each in (figures | peaks).items()},
+        are_measured=tuple(name for name, each in figures.items() if each.get("measured")),
         **{name: each["value"] for name, each in figures.items()},
     )
 

@@ -322,12 +322,14 @@ def error_band(hardware: Hardware, step: Step) -> tuple[float | None, str]:
     is_far = step.ranks > hardware.devices_per_server
     is_measured, is_fitted = hardware.measures(step), (names or PROGRAMS)[0] in hardware.software
     if not is_measured and not is_fitted:
-        names = ["attained_share", "memory_bandwidth"]
-        if any(hardware.sources.get(name, "").startswith("measured") for name in names):
-            return None, f"kernels were measured, no layer of this shape: {OF_SHARES}"
+        unmeasured = "no layer of this shape was measured"
+        if hardware.is_cpu:
+            return None, f"{unmeasured}: on a CPU nothing is promised of such plans"
+        if "attained_share" in hardware.are_measured:
+            return None, f"{unmeasured}, but kernels were: {OF_SHARES}"
         servers = "many A100 servers" if is_far else "one server of A100s"
         error = f"{100 * OF_DATASHEETS[is_far]:.0f} % on average on {servers}"
-        return None, f"nothing was measured here: plans from datasheets were off by {error}"
+        return None, f"{unmeasured}: plans from datasheets were off by {error}"
     unknown = {
         "ZeRO stage 3 on hundreds of devices": step.stage == 3 and step.ranks >= FAR,
         "tensor parallelism across servers": step.tensor > hardware.devices_per_server,
