@@ -92,6 +92,7 @@ QUESTION = Question(
         "process."
     ),
     turns=2,
+    small="",
 )
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ hardware() { run hardware tools/plan.py --measure "$out/hardware.toml"; }
     steps 1.2B gpt2_scaling_1.2b "$(fits 100000 16 8)" 1 "${traces[@]}" \
         --contenders "$ours" "$ours, full recomputation" "$ours, not compiled"
 }
-1.2b-8x1024() { # wanted: MFU 54 %; here with peers, as to compile 40 layers of plain torch takes long
+1.2b-8x1024() { # wanted: MFU 54 %; a group of its own, because its peers take long to compile
     steps 1.2B_8x1024 gpt2_scaling_1.2b 8 1 "${traces[@]}" --contenders "$ours" "$theirs" "$plain"
 }
 llama() { # wanted: MFU 50 %, 1.1 times the tokens/s of compiled transformers
@@ -136,7 +136,7 @@ plan() { # wanted: predicted / measured from 0.9 to 1.1, compiled or not
 }
 loss() { # wanted: in chunks at most 1.05 of the time of all logits at once
     local sizes=(--hidden-size 1536 --tokens 8192)
-    [[ $small ]] && sizes=(--hidden-size 32 --tokens 64 --vocab-size 512)
+    [[ $small ]] && sizes=(--small)
     question output_layer output_layer --tensor-model-parallel-size 1 "${sizes[@]}"
 }
 dropout() { # wanted: attention's dropout by coordinates at most 1.1 of the kernel's own
@@ -146,22 +146,22 @@ dropout() { # wanted: attention's dropout by coordinates at most 1.1 of the kern
 }
 offload() { # memory, time and copies beside kernels, with and without
     local sizes=()
-    [[ $small ]] && sizes=(--layers 2 --hidden-size 64 --samples 2 --seq-length 32)
+    [[ $small ]] && sizes=(--small)
     question offload offload "${sizes[@]}"
 }
 modes() { # kernels of one rank of 2 x 2 beside one of four, without calls
     local sizes=(--hidden-sizes 1536 4096 --tokens 16384)
-    [[ $small ]] && sizes=(--hidden-sizes 64 --tokens 128)
+    [[ $small ]] && sizes=(--small)
     question tensor_modes tensor_modes --stub-communication --turns 10 "${sizes[@]}"
 }
 hf() { # unmodified models by a plan on one rank
     local sizes=()
-    [[ $small ]] && sizes=("--program-flags=--num-layers 1 --hidden-size 96 --seq-length 32 --vocab-size 512")
+    [[ $small ]] && sizes=(--small)
     question huggingface huggingface --tensor-model-parallel-size 1 --dtypes bf16 --turns 10 "${sizes[@]}"
 }
 ring() { # wanted: one rank of 2 to 8 takes 1.1 / ranks of the time of one that has all tokens
     local sizes=(--seq-length 131072 --simulated 2 4 8)
-    [[ $small ]] && sizes=(--seq-length 256 --heads 4 --simulated 2 4)
+    [[ $small ]] && sizes=(--small --simulated 2 4)
     question ring context --turns 5 "${sizes[@]}"
 }
 vit() { # wanted: 82 % of the test images

@@ -171,7 +171,8 @@ class Question:
     columns: those without a figure are left out. result, failure: called with a report.Results,
     return the sentence at the top of the page, and the reason for exit status 1, or "". together:
     the processes of a group exist at the same time and alternate; else one contender runs at a
-    time. drawn: titles of columns. small: words that stand before those given, with --small.
+    time. drawn: titles of columns. small: words that stand before those given, with --small; None:
+    there is no miniature. small_flags: the same of program_flags.
     """
 
     contenders: Callable[..., Iterable[Contender]]
@@ -186,7 +187,8 @@ class Question:
     together: bool = True
     picture: Literal["bars", "lines", ""] = "bars"
     drawn: Sequence[Any] = ()
-    small: str = ""
+    small: str | None = None
+    small_flags: str = ""
 
     @property
     def text(self) -> tuple[str, str]:
@@ -202,6 +204,13 @@ class Question:
 
         @wraps(self.contenders)
         def call(**arguments: Any) -> list[Contender]:
+            if arguments["flags"].small:
+                if self.small is None:
+                    allowed, works = "left out: there is no miniature", ("--no-small",)
+                    raise UsageError("--small", None, allowed, works=works)
+                if self.small_flags:
+                    both = f"{self.small_flags} {arguments['program_flags']}".strip()
+                    arguments["program_flags"] = both
             given.update(arguments)
             is_cuda = arguments["flags"].device == "cuda"
             if is_cuda and not import_module("torch").cuda.is_available():
@@ -211,10 +220,11 @@ class Question:
 
         words = sys.argv[1:]
         if "--small" in words:
-            words = [*shlex.split(self.small), *words]
+            words = [*shlex.split(self.small or ""), *words]
         with user_errors(os.environ, kinds=(ValueError, OSError, RuntimeError)):
             program = f"python benchmarks/{Path(sys.argv[0]).stem}.py"
-            examples = f"{program}\n{program} --rounds 1 --json result.json"
+            quick = "--rounds 1" if self.small is None else "--small"
+            examples = f"{program}\n{program} {quick} --json result.json"
             contenders = parse_call(call, words, os.environ, examples=examples)()
             self.ask(contenders, given.pop("flags"), given)
 
@@ -268,7 +278,7 @@ class Flags:
     """Device to compute on."""
 
     small: bool = False
-    """A miniature, to try it, of a question that has large sizes; other flags win."""
+    """A miniature, to try it, where the examples have it; other flags win."""
 
     until: float | None = None
     """Unix time in seconds after which unfinished contenders are left out."""

@@ -165,7 +165,8 @@ QUESTION = Question(
     turns=3,
     warm_up=2,
     drawn=[llama.RATIO],
-    small="--program-flags='--num-layers 1 --hidden-size 96 --seq-length 32 --vocab-size 512'",
+    small="",
+    small_flags="--num-layers 1 --hidden-size 96 --seq-length 32 --vocab-size 512",
 )
 
 if __name__ == "__main__":

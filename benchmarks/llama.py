@@ -230,8 +230,14 @@ COLUMNS = (
     Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
     Column(MEMORY, "peak_bytes", "{:.3f}", "its / first"),
 )
-SMALL = f"--dtypes fp32 --program-flags='{steps.SMALL_LLAMA}'"
-QUESTION = Question(contenders, COLUMNS, result, drawn=[RATIO], small=SMALL)
+QUESTION = Question(
+    contenders,
+    COLUMNS,
+    result,
+    drawn=[RATIO],
+    small="--dtypes fp32",
+    small_flags=steps.SMALL_LLAMA,
+)
 
 if __name__ == "__main__":
     QUESTION.run()

@@ -99,6 +99,7 @@ QUESTION = Question(
         Column(MEMORY, lambda own, first: extra(own) / extra(first)),
     ),
     lambda found: RESULT.format(found.range(RATIO), found.range(MEMORY)),
+    small="--hidden-size 32 --tokens 64 --vocab-size 512",
 )
 
 if __name__ == "__main__":

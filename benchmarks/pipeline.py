@@ -363,8 +363,8 @@ QUESTION = Question(
     result,
     picture="lines",
     drawn=[f"{MEASURED} | {PROMISED}"],
-    small="--micro-batches 4 --dtypes fp32 --bubble-schedules 1f1b gpipe --bubble-micro-batches 5 "
-    f"--program-flags='{steps.SMALL} --num-layers 4'",
+    small="--micro-batches 4 --dtypes fp32 --bubble-schedules 1f1b gpipe --bubble-micro-batches 5",
+    small_flags=f"{steps.SMALL} --num-layers 4",
 )
 
 if __name__ == "__main__":

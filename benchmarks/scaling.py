@@ -272,6 +272,7 @@ QUESTION = Question(
     warm_up=2,
     together=False,
     drawn=(LINEAR, f"{LINEAR}, predicted", f"{LINEAR}, paper", SPEED_UP, OF_ONE),
+    small="--axes data",
 )
 
 if __name__ == "__main__":

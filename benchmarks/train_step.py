@@ -120,14 +120,6 @@ def contenders(
     if unknown := set(names) - {*VARIANTS, *PEERS}:
         known = ", ".join([*VARIANTS, *PEERS])
         raise UsageError("--contenders", sorted(unknown)[0], f"one of: {known}")
-    if flags.small:  # only the first of each
-        presets, dtypes, tensor_model_parallel_size = (
-            presets[:1],
-            dtypes[:1],
-            tensor_model_parallel_size[:1],
-        )
-        shape = steps.SMALL_LLAMA if presets[0].startswith("llama") else steps.SMALL
-        program_flags = f"{shape} {program_flags}"
     if fast_weights and max(tensor_model_parallel_size) > 1 and not stub_communication:
         allowed = "left out with several ranks, which would differ"
         raise UsageError("--fast-weights", None, allowed, works=("--no-fast-weights",))
@@ -141,7 +133,10 @@ def contenders(
         kind = PretrainLlamaConfig if model.startswith("llama") else kind
         words = f"{SIZES.get(preset, '')} {steps.DTYPE_FLAGS[dtype]} "
         words += NO_DROPOUT if kind is PretrainGPT2Config else ""
-        words += f" --tensor-model-parallel-size {ranks} {program_flags} {VARIANTS.get(name, '')}"
+        words += f" --tensor-model-parallel-size {ranks} "
+        if flags.small:
+            words += f"{steps.SMALL if kind is PretrainGPT2Config else steps.SMALL_LLAMA} "
+        words += f"{program_flags} {VARIANTS.get(name, '')}"
         given = ["--preset", MADE_OF.get(preset, preset), *shlex.split(words)]
         own: dict[str, Any] = {"flags": given}
         if stub_communication:
@@ -198,7 +193,8 @@ COLUMNS = (
     Column("HFU, %", "hfu", "{:.1f}", per="wall"),
     *profiles.COLUMNS,
 )
-QUESTION = Question(contenders, COLUMNS, result, turns=3, in_a_row=4, warm_up=3)
+SMALL = "--presets gpt2_124m --dtypes fp32 --tensor-model-parallel-size 1"
+QUESTION = Question(contenders, COLUMNS, result, turns=3, in_a_row=4, warm_up=3, small=SMALL)
 
 if __name__ == "__main__":
     QUESTION.run()

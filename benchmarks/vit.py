@@ -121,7 +121,8 @@ QUESTION = Question(
     turns=3,
     warm_up=2,
     drawn=[llama.RATIO],
-    small="--models small --program-flags='--num-layers 1 --micro-batch-size 4'",
+    small="--models small",
+    small_flags="--num-layers 1 --micro-batch-size 4",
 )
 
 if __name__ == "__main__":

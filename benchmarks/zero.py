@@ -167,8 +167,15 @@ COLUMNS = (
     Column("peak MiB of a rank", "peak_bytes", "{:,.0f}", unit=RANKS * 2**20),
     Column(MEMORY, "peak_bytes", "{:.3f}", "first / its"),
 )
-SMALL = f"--dtypes fp32 --program-flags='{steps.SMALL}'"
-QUESTION = Question(contenders, COLUMNS, result, warm_up=2, drawn=[SPEED], small=SMALL)
+QUESTION = Question(
+    contenders,
+    COLUMNS,
+    result,
+    warm_up=2,
+    drawn=[SPEED],
+    small="--dtypes fp32",
+    small_flags=steps.SMALL,
+)
 
 if __name__ == "__main__":
     QUESTION.run()

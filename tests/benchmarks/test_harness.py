@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -245,3 +247,24 @@ def test_records_of_other_processors_stay(tmp_path: Path) -> None:
     assert (own["cores"], own["size"]) == (os.cpu_count(), 5)
     assert 0 <= own["others_share_of_cores"] <= 1
     refusal(lambda: asked.ask([contender("a")], Flags(contenders=("z",)), {}), field="--contenders")
+
+
+def test_a_miniature_stands_before_the_words_given(capsys: pytest.CaptureFixture[str]) -> None:
+    def contenders(flags: Flags, size: int = 9, program_flags: str = "") -> list[Contender]:
+        """Compare nothing."""
+        return []
+
+    def given(*words: str, **changes: Any) -> Any:
+        asked = replace(question(), contenders=contenders, **changes)
+        with patch.object(sys, "argv", ["q.py", *words]), patch.object(Question, "ask") as ask:
+            asked.run()
+        return ask.call_args.args[2]
+
+    small = {"small": "--size 1", "small_flags": "--depth 1"}
+    assert given("--small", **small) == {"size": 1, "program_flags": "--depth 1"}
+    both = {"size": 2, "program_flags": "--depth 1 --depth 3"}
+    assert given("--program-flags=--depth 3", "--small", "--size", "2", **small) == both
+    assert given(**small) == {"size": 9, "program_flags": ""}
+    with pytest.raises(SystemExit):
+        given("--small")
+    assert "--small: must be left out" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from operator import truediv
 from pathlib import Path
@@ -202,8 +203,8 @@ def of_planned(record: Record, folder: Path) -> None:
 
 
 class Small(NamedTuple):
-    """A question with --small: further words, the contenders to run (all by default), and what is
-    known of their figures."""
+    """A question, with --small if it has a miniature: further words, the contenders to run (all by
+    default), and what is known of their figures."""
 
     words: str = ""
     contenders: tuple[str, ...] = ()
@@ -293,11 +294,13 @@ def test_question(case: str, tmp_path: Path) -> None:
     small = QUESTIONS[case]
     preset = tmp_path / "preset.toml"
     preset.write_text(PRESET)
-    words = ["--small", *shlex.split(small.words.format(folder=tmp_path, preset=preset))]
+    words = shlex.split(small.words.format(folder=tmp_path, preset=preset))
     if small.contenders:
         words += ["--contenders", *small.contenders]
     changes: dict[str, Any] = {} if small.warm_up is None else {"warm_up": small.warm_up}
     question = case.partition(" ")[0]
+    if case != "scaling" and import_module(f"benchmarks.{question}").QUESTION.small is not None:
+        words.append("--small")
     patches = patch.multiple(f"benchmarks.{question}", **small.patches) if small.patches else None
     with patches or nullcontext():
         record = run(tmp_path, question, *words, **changes)
@@ -316,6 +319,13 @@ def test_every_question_is_asked() -> None:
     asked = re.findall(r'(?:\brun\(tmp_path, |as_a_rank, |\n    )"(\w+)', "".join(files))
     modules = [*(ROOT / "benchmarks").glob("*.py")]
     assert {each.stem for each in modules if "\nQUESTION = " in each.read_text()} <= {*asked}
+
+
+def test_the_table_marks_questions_with_a_miniature() -> None:
+    table = (ROOT / "benchmarks" / "README.md").read_text()
+    found = {each.stem: each.read_text() for each in (ROOT / "benchmarks").glob("*.py")}
+    small = {name for name, text in found.items() if re.search(r"\n[^#\n]*\bsmall=", text)}
+    assert {*re.findall(r"^\| \[(\w+)\]\(\w+\.py\) \* \|", table, re.MULTILINE)} == small
 
 
 def test_growth_by_torchrun(tmp_path: Path) -> None:
@@ -344,7 +354,7 @@ def test_growth_by_torchrun(tmp_path: Path) -> None:
 def test_peers_that_compile(preset: str, peer: str) -> None:
     """They are the same model, drawn on the device; not compiled here, which takes minutes."""
     flags = Flags(contenders=(OURS, peer), small=True)
-    found = train_step.contenders(flags, (preset,), ("fp32",), fast_weights=True)
+    found = train_step.contenders(flags, (preset,), ("fp32",), (1,), fast_weights=True)
     with torch.compiler.set_stance("force_eager"):
         turns = [each.run(Rank(), **each.arguments) for each in found]
         ours, its = ([float((turn() or {})["loss"]) for _ in range(3)] for turn in turns)
