@@ -288,7 +288,7 @@ def write_page(file: Path, question: Question, records: Sequence[Record]) -> Non
 COLOURS = ("#c44e52", "#333333", "#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#8c9aae")
 
 
-def draw(file: BinaryIO, results: Results) -> None:
+def draw(stream: BinaryIO, results: Results) -> None:
     """Writes a PNG. bars: one panel per drawn column, without empty ones and empty rows.
     lines, along the contenders' x: one panel per drawn column and group."""
     drawn = results.question.drawn or [next(iter(results.columns))]
@@ -313,7 +313,7 @@ def draw(file: BinaryIO, results: Results) -> None:
         else:
             lines(axes, results, column, group)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=110)
+    figure.savefig(stream, format="png", dpi=110)
 
 
 def bars(axes: Axes, results: Results, title: str, rows: Sequence[tuple[str, str]]) -> None:

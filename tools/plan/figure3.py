@@ -241,7 +241,7 @@ def _shown(key: str, value: Any) -> Any:
 STYLES = {"1d": "s-", "2d": "o-", "2.5d": "^-", "3d": "D-"}
 
 
-def draw(file: BinaryIO, found: dict[str, Any]) -> None:
+def draw(stream: BinaryIO, found: dict[str, Any]) -> None:
     """Memory and the largest model by ranks, and the bytes that a layer sends by tokens."""
     figure = figures.Figure(figsize=(13, 9), layout="constrained")
     states, activations, sizes, volumes = figure.subplots(2, 2).flat
@@ -293,4 +293,4 @@ def draw(file: BinaryIO, found: dict[str, Any]) -> None:
         f"GPT-2, hidden {model['hidden']}, sequence {model['sequence']}, batch {model['batch']}, "
         f"fp16; memory of {model['layers']} layers; {found['hardware']}"
     )
-    figure.savefig(file, dpi=120)
+    figure.savefig(stream, format="png", dpi=120)

@@ -230,7 +230,7 @@ def text(found: dict[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
-def draw(file: BinaryIO, found: Mapping[str, Any]) -> None:
+def draw(stream: BinaryIO, found: Mapping[str, Any]) -> None:
     """Figure 5, strong scaling and the number of heads, each beside the paper's values."""
     panels = {
         label: panel(found[key], name, "paper", "predicted")
@@ -240,4 +240,4 @@ def draw(file: BinaryIO, found: Mapping[str, Any]) -> None:
             ("8.3B on 8 GPUs, % of linear", "heads", "{heads} heads"),
         )
     }
-    bars(file, f"Section 5.1 on {found['hardware']}", panels)
+    bars(stream, f"Section 5.1 on {found['hardware']}", panels)

@@ -56,7 +56,7 @@ def text(lists: Lists, facts: Facts) -> str:
     return "\n".join([*lines, "", summary(lists, facts)])
 
 
-def draw(file: BinaryIO, lists: Lists, facts: Facts) -> None:
+def draw(stream: BinaryIO, lists: Lists, facts: Facts) -> None:
     """A Gantt chart: a row for each rank, a bar for each action with its micro-batch. The later the
     virtual stage in the model, the darker the bar."""
     starts = simulate(lists)
@@ -88,4 +88,4 @@ def draw(file: BinaryIO, lists: Lists, facts: Facts) -> None:
     axes.set_xlabel("time")
     by_label = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
     figure.legend(by_label.values(), by_label, loc="outside lower center", ncols=4, fontsize=8)
-    figure.savefig(file, dpi=120)
+    figure.savefig(stream, format="png", dpi=120)

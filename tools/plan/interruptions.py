@@ -282,7 +282,7 @@ def text(found: Record) -> str:
     return "\n".join([aligned(times), "", *rates, "", aligned(rows)])
 
 
-def draw(file: BinaryIO, found: Record) -> None:
+def draw(stream: BinaryIO, found: Record) -> None:
     """Lost shares by number of GPUs for each rate, and the useful share by interval for the first:
     a dot where it is largest, or at one step if that is longer."""
     rates, times = found["rates"], Times(**found["times_seconds"])
@@ -308,7 +308,7 @@ def draw(file: BinaryIO, found: Record) -> None:
     curves.set_ylabel("% useful")
     curves.legend(fontsize=8)
     figure.legend(*bars[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.savefig(file, dpi=150)
+    figure.savefig(stream, format="png", dpi=150)
 
 
 def _label(row: Record) -> str:

@@ -289,7 +289,7 @@ def text(found: Found) -> str:
     return "\n".join(lines)
 
 
-def draw(file: BinaryIO, found: Found) -> None:
+def draw(stream: BinaryIO, found: Found) -> None:
     """Picture of the predicted over the measured time, by tensor-parallel size."""
     figure = figures.Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -306,4 +306,4 @@ def draw(file: BinaryIO, found: Found) -> None:
     right.axhline(0, color="black", linewidth=0.5)
     right.set(xscale="log", xlabel="measured, ms", ylabel="error, %")
     figure.suptitle(f"{found['software']} on {found['hardware']}: {found['mean_error']:.1%}")
-    figure.savefig(file, dpi=120)
+    figure.savefig(stream, format="png", dpi=120)

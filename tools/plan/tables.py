@@ -254,9 +254,9 @@ def text(found: Found) -> str:
     return "\n\n".join([*parts, f"{title}\n{table(found['activations'])}"])
 
 
-def draw(file: BinaryIO, found: Found) -> None:
+def draw(stream: BinaryIO, found: Found) -> None:
     panels = {
         f"{each['table']}: {each['unit']}": panel(each["rows"], "{row}", "published", "predicted")
         for each in found["tables"]
     }
-    bars(file, "Published tables, and predictions from the first row of each", panels)
+    bars(stream, "Published tables, and predictions from the first row of each", panels)
