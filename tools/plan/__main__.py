@@ -236,7 +236,8 @@ class MeasureConfig:
     the layout."""
 
     context_sizes: tuple[int, ...] = ()
-    """Context-parallel sizes to time; by default that of the layout."""
+    """Context-parallel sizes to time; by default that of the layout. Products with a tensor size
+    that do not divide the number of processes are left out, with a warning."""
 
     micro_batches: tuple[int, ...] = ()
     """Micro-batch sizes to time; by default that of the layout."""

@@ -3,6 +3,7 @@ hardware file. Needs no torch."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -143,11 +144,13 @@ def variants(
 ) -> list[PretrainConfig]:
     """The config at these sizes, by default at its own, without a pipeline and ZeRO, which cut no
     layer; where tensor parallelism allows it, with and without sequence parallelism. Each runs on
-    t c of the ranks, while the others do the same; pairs of t and c for which these are too few are
-    left out. Raises UsageError where one cannot run, or none is left."""
+    t c of the ranks, while the others do the same; pairs of t and c whose product does not divide
+    the ranks are left out, with a warning. Raises UsageError where one cannot run, or none is left.
+    """
     given = config.parallel
     whole = replace(in_one_stage(given), sequence_parallel=False)
     allowed = f"divisors of the {ranks} processes: torchrun --nproc-per-node"
+    undivided = dict[str, None]()
 
     def found() -> Iterator[PretrainConfig]:
         for size, context, batch, again in product(
@@ -161,6 +164,7 @@ def variants(
                     fit = max(n for n in range(1, ranks + 1) if not ranks % n and n <= max(1, each))
                     raise UsageError(name, each, allowed, works=(name, str(fit)))
             if ranks % (size * context):
+                undivided[f"{size} x {context}"] = None
                 continue
             training = replace(config.training, micro_batch_size=batch, global_batch_size=None)
             model = replace(config.model, recompute_granularity=again)
@@ -176,6 +180,11 @@ def variants(
 
     if not (several := [*found()]):
         sizes = context_sizes or (given.context_parallel_size,)
-        name, allowed = "--context-sizes", f"with the tensor-parallel size {allowed}"
+        name = "--context-sizes" if context_sizes else "--context-parallel-size"
+        allowed = f"sizes whose product with a tensor-parallel size divides the {ranks} processes"
         raise UsageError(name, " ".join(map(str, sizes)), allowed, works=(name, "1"))
+    if undivided:
+        pairs = ", ".join(undivided)
+        text = f"tensor x context {pairs} does not divide the {ranks} processes: not timed"
+        warnings.warn(text, stacklevel=2)
     return several

@@ -267,11 +267,15 @@ def test_what_cannot_be_timed_is_refused(words: str, flag: str, tmp_path: Path) 
 
 def test_pairs_of_sizes_that_the_ranks_cannot_form_are_left_out() -> None:
     config = preset("quickstart")
-    found = variants(config, 4, (1, 4), (1, 2))
+    with pytest.warns(UserWarning, match="tensor x context 4 x 2 does not divide the 4"):
+        found = variants(config, 4, (1, 4), (1, 2))
     sizes = [each.parallel.sizes for each in found if not each.parallel.sequence_parallel]
     assert [(each["tensor"], each["context"]) for each in sizes] == [(1, 1), (1, 2), (4, 1)]
     with pytest.raises(UsageError, match="--context-sizes"):
         variants(config, 4, (4,), (2,))
+    given = replace(config, parallel=replace(config.parallel, context_parallel_size=2))
+    with pytest.raises(UsageError, match="--context-parallel-size 2: .* divides the 4 processes"):
+        variants(given, 4, (4,))
 
 
 def test_noise_of_an_update() -> None:
