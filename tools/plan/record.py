@@ -185,7 +185,8 @@ def summary(planned: Record) -> str:
     band = planned["error_band"]
     band = "not promised" if band is None else f"+-{100 * band:g} %"
     context = f"context-parallel {model['context']} by {model['cp_comm_type']}, "
-    largest = f" (stage {planned['pipeline']['largest_rank']} of {model['pipeline']} needs most)"
+    last, largest = model["pipeline"] - 1, planned["pipeline"]["largest_rank"]
+    largest = f" (stage {largest} needs most, of stages 0 to {last})"
     return (
         f"{model['kind']}, {planned['parameters']:,} parameters on "
         f"{devices} devices ({planned['hardware']['name']}): "
@@ -204,13 +205,13 @@ def summary(planned: Record) -> str:
     )
 
 
-def draw(file: BinaryIO, planned: Record) -> None:
+def draw(stream: BinaryIO, planned: Record) -> None:
     """A picture of SHOWN."""
     panels = {
         title: ([*planned[key]], {"planned": [value / unit for value in planned[key].values()]})
         for title, (key, unit) in SHOWN.items()
     }
-    bars(file, summary(planned), panels)
+    bars(stream, summary(planned), panels)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -234,7 +235,7 @@ def panel(rows: Sequence[Mapping[str, Any]], name: str, *kinds: str) -> Panel:
     return [name.format(**row) for row in rows], {k: [row[k] for row in rows] for k in kinds}
 
 
-def bars(file: BinaryIO, title: str, panels: Mapping[str, Panel]) -> None:
+def bars(stream: BinaryIO, title: str, panels: Mapping[str, Panel]) -> None:
     """A picture of panels, by the labels of their axes."""
     figure = figures.Figure(figsize=(6 * len(panels), 5), layout="constrained")
     figure.suptitle(title, fontsize=10)
@@ -249,4 +250,4 @@ def bars(file: BinaryIO, title: str, panels: Mapping[str, Panel]) -> None:
         axes.set_xlabel(label)
     if len(series) > 1:
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    figure.savefig(file, dpi=150)
+    figure.savefig(stream, format="png", dpi=150)
