@@ -2,12 +2,12 @@
 
 Each round generates new text whose near-duplicates are known. Signatures are computed from str to
 128 permutations of character 5-grams, normalisation included; they have to estimate the known
-similarities to within 0.05 on average (0.03 is expected). The whole is `python -m
-tools.corpus.dedup` with one worker, start and imports included. Its peer, datasketch's MinHashLSH
-in a process that is already running, drops a document with an exact similarity of at least 0.7 to
-an earlier one. Both find candidates by chance, 99 in a hundred at a similarity of 0.7. Known pairs
-from 0.7 up that are missed, and documents removed without reason, are counted; a run fails where
-they are more than 0.1 % of the documents.
+similarities to within 0.05 on average (0.03 is expected). The whole is the command
+`python tools/corpus.py dedup` with one worker, start and imports included. Its peer, datasketch's
+MinHashLSH in a process that is already running, drops a document with an exact similarity of at
+least 0.7 to an earlier one. Both find candidates by chance, 99 in a hundred at a similarity of 0.7.
+Known pairs from 0.7 up that are missed, and documents removed without reason, are counted; a run
+fails where they are more than 0.1 % of the documents.
 """
 
 import sys

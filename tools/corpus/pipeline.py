@@ -170,7 +170,7 @@ class Description:
         known = {each.name: each for each in fields(kind)}
         keys = known.keys() - OF_THE_COMMAND
         paths = {"output": output} if inputs is None else {"input": inputs, "output": output}
-        help_command = f"python -m {STEPS[step].removesuffix('.step')} --help"
+        help_command = f"python tools/corpus.py {step} --help"
         for key, value in table.items():
             if key in paths or key in OF_THE_COMMAND:
                 raise ValueError(f"{where} {key}: `run` sets it; take it out")

@@ -1,4 +1,4 @@
-"""Starts the step: `python tools/corpus.py dedup`."""
+"""`python -m tools.corpus.dedup`, an earlier spelling of `python tools/corpus.py dedup`."""
 
 from tools.corpus.settings import program
 

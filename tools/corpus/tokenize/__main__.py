@@ -1,4 +1,4 @@
-"""Starts the step: `python tools/corpus.py tokenize`."""
+"""`python -m tools.corpus.tokenize`, an earlier spelling of `python tools/corpus.py tokenise`."""
 
 import sys
 
