@@ -705,7 +705,7 @@ shard-not-flushed
 + pass
 renames-not-flushed
 - staging.rename(final)
--     flush_directory(final.parent)
+-     flush_path(final.parent)
 + staging.rename(final)
 latest-before-the-checkpoint | checkpoint/test_faults::test_a_failed_save_leaves
 - notes = set_aside(final, went_back_to)

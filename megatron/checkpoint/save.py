@@ -34,7 +34,7 @@ from torch import Tensor
 from megatron.checkpoint.format import FORMAT, FORMAT_OF_PARTS, check_tiling, seal
 from megatron.checkpoint.retention import Retention, remove_leftovers, set_aside
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.data.files import disk_space, flush_directory, sha256, write_atomically
+from megatron.data.files import disk_space, flush_path, sha256, write_atomically
 from megatron.parallel.agree import agree
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.sharding import TensorSlice
@@ -170,9 +170,9 @@ def publish(
     write_atomically(staging / "latest", f"{final.name}\n".encode())
     notes = set_aside(final, went_back_to)
     staging.rename(final)
-    flush_directory(final.parent)
+    flush_path(final.parent)
     (final / "latest").replace(final.with_name("latest"))
-    flush_directory(final.parent)
+    flush_path(final.parent)
     return notes
 
 

@@ -53,7 +53,7 @@ def atomic_writer(
                 flush_to_disk(stream)
         staged.replace(file)
         if flush_name:
-            flush_directory(file.parent)
+            flush_path(file.parent)
     except OSError as error:
         if error.errno not in NO_SPACE or error.filename is not None:
             raise
@@ -92,9 +92,9 @@ def flush_to_disk(stream: BinaryIO) -> None:
     os.fsync(stream.fileno())
 
 
-def flush_directory(directory: Path) -> None:
-    """Make the renames in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def flush_path(path: Path) -> None:
+    """Make the content of a file, or the renames in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.data.files import flush_directory
+from megatron.data.files import flush_path
 from megatron.errors import UsageError
 
 
@@ -29,11 +29,11 @@ def staged(to: Path) -> Iterator[Path]:
     staging.mkdir(parents=True)
     try:
         yield staging
-        refuse_existing(to)
         for path in (*staging.rglob("*"), staging):
-            flush_directory(path)  # or file
+            flush_path(path)
+        refuse_existing(to)
         staging.rename(to)
-        flush_directory(staging.parent)
+        flush_path(staging.parent)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise

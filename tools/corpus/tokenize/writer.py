@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megatron.data.files import (
-    flush_directory,
+    flush_path,
     flush_to_disk,
     sampled_sha256,
     sha256,
@@ -143,7 +143,7 @@ class IndexedDatasetWriter:
         temporary(binary).replace(binary)
         description.write(self._prefix)
         temporary(index).replace(index)
-        flush_directory(index.parent)
+        flush_path(index.parent)
         return description
 
     def _finish_index(self) -> None:
@@ -202,7 +202,7 @@ def move_data_set(
     _write_tokenizer(prefix, tokenizer)
     description.write(prefix)
     _move(staged, targets, ".idx")
-    flush_directory(with_suffix(prefix, ".json").parent)
+    flush_path(with_suffix(prefix, ".json").parent)
 
 
 def _move(sources: Sequence[str], targets: Sequence[str], suffix: str) -> None:
@@ -223,7 +223,7 @@ def _write_tokenizer(prefix: str, files: Mapping[str, bytes]) -> None:
         with (staging / name).open("wb") as stream:
             stream.write(content)
             flush_to_disk(stream)
-    flush_directory(staging)
+    flush_path(staging)
     if folder.exists():
         shutil.rmtree(folder)
     staging.replace(folder)
