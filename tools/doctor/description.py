@@ -151,7 +151,9 @@ def shown(figures: Figures) -> str:
     ]
     for each in figures.get("layers", ([], ""))[0]:
         cut = f"tensor {each['tensor']}{', sequence' if each['sequence_parallel'] else ''}"
-        cut += "".join(f", {word}" for word in each["settings"].split() if "context_" in word)
+        settings = dict(word.partition("=")[::2] for word in each["settings"].split())
+        if context := settings.get("context_parallel_size"):
+            cut += f", context {context}"
         size = f"micro-batch {each['micro_batch']}, recompute {each['recompute']}"
         layer, edge = (
             1000 * (each[f"{part}forward"] + each[f"{part}backward"]) for part in ("", "edge_")

@@ -141,9 +141,9 @@ def _calls(axis: Axis, size: int, device: torch.device) -> Mapping[str, Callable
         "all_gather": lambda: start_gather(part, axis, whole)(),
         "reduce_scatter": lambda: start_sum(whole, axis, axis, part)(),
     }
-    pass_on = start_receive if axis.rank else start_send
     if axis.size == 2:
+        pass_on = start_receive if axis.rank else start_send
         calls["message"] = lambda: pass_on(whole, axis, 1 - axis.rank, "a measured message")()
-    elif axis.size == 1:  # without a partner
+    elif axis.size == 1:  # a rank without a partner: all ranks gather the times of each kind
         calls["message"] = lambda: None
     return calls
