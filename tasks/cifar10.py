@@ -81,9 +81,7 @@ class Classification(ImageTask):
         }
 
 
-def prepare(
-    settings: Settings, manifest: Mapping[str, Any], tokenizer: None = None
-) -> Classification:
+def prepare(settings: Settings, manifest: Mapping[str, Any], tokenizer: None) -> Classification:
     """Raises ValueError or OSError, naming the flag, for images of other classes."""
     config = config_of(manifest)
     assert isinstance(config, ViTConfig)

@@ -153,7 +153,7 @@ def run_evaluation(
     with user_errors(environ):
         if settings.evaluation.compare_paper:
             paper.columns_of(name)
-        parallel, world, facts = settings.parallel, world_size(environ), dict[str, Any]()
+        parallel, world, of_tokens = settings.parallel, world_size(environ), dict[str, Any]()
         if isinstance(settings, ImageSettings):
             folders, manifest = open_model(settings.trained.load, parallel, world, ["vit"])
             task = module.prepare(settings, manifest, None)
@@ -162,7 +162,7 @@ def run_evaluation(
             folders, tokenizer, manifest = open_trained(settings.trained, parallel, world)
             task = module.prepare(settings, manifest, tokenizer)
             data = [identify(file) for file in settings.files]
-            facts = {"begin_token": begin_token_of(manifest, tokenizer)}
+            of_tokens = {"begin_token": begin_token_of(manifest, tokenizer)}
 
     from megatron.inference.generate import DivergedError
     from megatron.train.evaluate import load_newest
@@ -178,7 +178,7 @@ def run_evaluation(
         with user_errors(environ, agreed=True, kinds=(DivergedError,)):
             figures = score_task(task, model, mesh, size, name)
         if mesh.is_first:
-            facts = describe(checkpoint, model, mesh, settings.trained.dtype) | facts
+            facts = describe(checkpoint, model, mesh, settings.trained.dtype) | of_tokens
             facts |= {"data": data, "micro_batch_size": size, "command": command}
             record = arrange(name, figures, facts)
             with user_errors(environ, agreed=True):

@@ -63,9 +63,9 @@ DEFINITIONS = {
 
 
 # Called with the file and its flag. WikiText is cut before the title of every article.
-READERS: Mapping[str, Callable[..., list[str]]] = {
-    "lambada_openai": lambda *given: [text for _, text in read_passages(*given)[1]],
-    "wikitext": lambda *given: cut_articles(read_articles(*given)),
+READERS: Mapping[str, Callable[[Path, str], list[str]]] = {
+    "lambada_openai": lambda file, flag: [text for _, text in read_passages(file, flag)[1]],
+    "wikitext": lambda file, flag: cut_articles(read_articles(file, flag)),
 }
 
 

@@ -17,7 +17,7 @@ if __name__ == "__main__":  # run as a file, only tools/experiments is on the pa
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config.parse import parse_call, user_errors
-from megatron.data.files import write_atomically
+from megatron.data.files import atomic_writer
 from megatron.errors import UsageError
 from tasks.readers.race import LEVELS
 
@@ -40,7 +40,10 @@ def passages(archive: Path, count: int, output: Path) -> None:
             name = PurePosixPath(member.name)
             content = members.extractfile(member) if name in chosen else None
             if content is not None:
-                write_atomically(output / name.parent.name / name.name, content.read())
+                file = output / name.parent.name / name.name
+                # The archive unpacks them again after a power cut.
+                with atomic_writer(file, flush_content=False, flush_name=False) as stream:
+                    stream.write(content.read())
     print(f"{len(chosen)} passages in {output}")
 
 
