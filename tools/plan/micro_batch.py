@@ -60,7 +60,7 @@ class Trace:
     kept_by_stage: tuple[int, ...]  # from forward to backward, by virtual stage of the rank
     owed_by_stage: tuple[int, ...]  # from backward_input to backward_weight
     logits: int  # peak of the forward, above what is kept
-    head: int  # the same once gradients of the head are there, which the forward makes
+    head: int  # the same from the head's first gradient on: the forward of the loss makes it
     one_layer: int  # peak of the backward, above what is kept
     message: int  # the largest between stages
 
@@ -163,10 +163,10 @@ def trace(traced: MicroBatch) -> Trace:
     kept, owed = changes[: len(own)], [0] * len(own)
     if len(changes) == 3 * len(own):
         owed = [size + each for size, each in zip(kept, changes[-2::-2], strict=False)]
-    logits, peak = (each - sum(kept) for each in peaks)
-    head = logits if headless else 0
-    logits = max([logits, *(each - sum(kept) for each in headless)])
-    return Trace(work, tuple(kept), tuple(owed), logits, head, peak, message)
+    forward, backward = (each - sum(kept) for each in peaks)
+    head = forward if headless else 0  # then `forward` begins with the head's first gradient
+    logits = max([forward, *(each - sum(kept) for each in headless)])
+    return Trace(work, tuple(kept), tuple(owed), logits, head, backward, message)
 
 
 def trace_of_depth(asked: MicroBatch) -> Trace:
