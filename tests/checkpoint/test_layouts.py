@@ -226,8 +226,8 @@ def test_a_rank_may_hold_padding_only(tmp_path: Path) -> None:
     assert names(report.path) == ["manifest.json", "shard_00000.safetensors"]
 
 
-def test_a_checkpoint_knows_nothing_of_where_it_lies(tmp_path: Path) -> None:
-    """Adam's bias correction counts updates, of which a skipped step is none."""
+def test_counts_and_the_loss_scale_are_loaded_from_a_moved_folder(tmp_path: Path) -> None:
+    """So is the number of updates of Adam's bias correction; a skipped step is none."""
     state, other = (tiny_state(mesh_of_ranks(1), dtype=torch.float16) for _ in range(2))
     state.step, state.samples, state.skipped = 9, 36, 2
     state.scaler.scale, state.scaler.good_steps = 64.0, 5

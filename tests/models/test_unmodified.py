@@ -114,9 +114,10 @@ WITHOUT_PLAN = {"bloom": Case("bloom"), "experts": Case("mixtral")}  # trained w
 
 def cases_at(tensor_size: int) -> dict[str, Case]:
     """Four ranks take FOUR, more than there are groups of heads, and two the rest; the matrix
-    compares these with one process."""
+    compares gpt2, llama, qwen3, mistral, gpt_neox and bert with one process."""
     if tensor_size == 1:
-        return WITHOUT_PLAN
+        alone = ("roberta", "gpt2, dropout, all heads")
+        return WITHOUT_PLAN | {name: CASES[name] for name in alone}
     return {name: case for name, case in CASES.items() if (name in FOUR) == (tensor_size == 4)}
 
 

@@ -197,12 +197,16 @@ def test_a_layer_that_the_user_has_cut() -> None:
 def test_weights_that_differ_by_rank_are_named() -> None:
     """In the first step, or where they become masters."""
     torch.manual_seed(dist.get_rank())
-    model = nn.Sequential(RowParallelLinear(mesh_of_ranks(1), 4, 4), nn.Linear(4, 4))
-    nn.init.zeros_(model[1].bias)
+    mesh = mesh_of_ranks(1)
+    model = nn.Sequential(RowParallelLinear(mesh, 4, 4), nn.Linear(4, 4))
+    plain = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
+    for each in (model, plain):
+        nn.init.zeros_(each[1].bias)
     buckets, masters = GradientBuckets(model), GradientBuckets.for_master_weights
     for make in (
         partial(run, buckets, model, torch.zeros(4)),
-        *(partial(masters, model, zero_stage=stage, units=[model]) for stage in (1, 3)),
+        *(partial(masters, model, zero_stage=stage, units=[model]) for stage in (0, 1, 3)),
+        partial(masters, plain, mesh=mesh),
     ):
         error = refusal(make, "1.weight", kind=RuntimeError, lines=9)
         assert "1.bias" not in str(error)

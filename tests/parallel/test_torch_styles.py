@@ -1,5 +1,5 @@
 """Source C: an unmodified Llama with the tutorial's dictionary of torch's styles is the model of
-one process, in fp64. Its own tensor parallelism is in tests/tools/convert/legacy/test_dcp.py."""
+one process, in fp64. torch's own parallelism is in tests/tools/convert/legacy/test_dcp.py."""
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -115,7 +115,8 @@ def test_the_tutorial_s_dictionary_is_one_process(name: str) -> None:
     parallel = [by_blocks, *(parallelize(built(), plan, mesh, [IDS]) for plan in plans)]
     wanted: Mapping[str, Any] = {"logits": backward(alone)}
     wanted |= {n: p.grad for n, p in alone.named_parameters()}
-    assert max(errors(of_buckets(each), wanted) for each in parallel) < 1e-13
+    for way, each in zip(("by blocks", "in one call", "own heads"), parallel, strict=True):
+        assert errors(of_buckets(each), wanted) < 1e-13, way
 
 
 @pytest.mark.parametrize(("name", "calls"), [("tensor", 4), ("sequence", 8)])

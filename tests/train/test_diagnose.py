@@ -131,7 +131,7 @@ def count_hooks(model: nn.Module) -> int:
 @pytest.mark.parametrize(
     ("layout", "bad", "place", "how"),
     [
-        ("tensor=2", (0, 1), "data 0, tensor 1", ("full", 0, False)),
+        ("tensor=2,context=2", (1, 1), "data 0, context 1, tensor 1", ("full", 0, False)),
         ("tensor=2,data=2", (1, 1), "data 1, tensor 1", ("none", 2, False)),
         ("data=2", (1, 0), "data 1, tensor 0", ("full", 3, True)),
         # The other one reads the same samples.
