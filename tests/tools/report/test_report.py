@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist import PATIENCE
 from tests.tools.report.pages import HOSTILE, ParsedPage
 from tools.report import numbers
 from tools.report.curves import draw_losses
@@ -47,7 +48,7 @@ def test_a_browser_shows_the_same(tmp_path: Path) -> None:
     file.write_bytes(everything(HOSTILE).html())
     command = ["chromium", "--headless", "--no-sandbox", f"--user-data-dir={profile}"]
     command += ["--dump-dom", file.as_uri()]
-    shown = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    shown = subprocess.run(command, capture_output=True, check=True, timeout=PATIENCE)
     page = ParsedPage(shown.stdout)
     assert page.text.count(HOSTILE) == 23
     assert {"table", "svg", "mark", "details", "pre"} <= page.tags
