@@ -122,12 +122,12 @@ UNMODIFIED = (
     Case("data=2,zero=3", "hf-llama", frozenset(["accumulate", "full"])),
     Case("tensor=2,data=2,zero=3", "hf-bert", frozenset(["dropout", "bf16"])),
 )
-# A kind of model that the project does not know.
+# A kind of model that the project does not know, of one layer.
 OF_USERS = (
-    Case("tensor=2", "own-kind", frozenset(["accumulate"])),
-    Case("tensor=4", "own-kind", frozenset(["dropout"])),
-    Case("tensor=2,data=2,sequence", "own-kind", frozenset(["fp32"])),
-    Case("data=2,zero=2", "own-kind", frozenset(["accumulate"])),
+    Case("tensor=2", "own-kind-even", frozenset(["accumulate"]), layers=1),
+    Case("tensor=4", "own-kind", frozenset(["dropout"]), layers=1),
+    Case("tensor=2,data=2,sequence", "own-kind", frozenset(["fp32"]), layers=1),
+    Case("data=2,zero=2", "own-kind", frozenset(["accumulate"]), layers=1),
 )
 # Context parallelism, for the full product; a pipeline has 3 micro-batches.
 WITH_CONTEXT = FACTORS | {

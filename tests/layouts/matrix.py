@@ -84,8 +84,8 @@ OF_A_SIGN = 2 * LR / 0.4
 @dataclass(frozen=True)
 class Case:
     layout: str
-    # gpt2, bert, bert-post-ln, llama, llama-even, vit, vit-mean; own-kind: of models/own_kind.py;
-    # hf-NAME: unmodified
+    # gpt2, bert, bert-post-ln, llama, llama-even, vit, vit-mean; own-kind, own-kind-even: of
+    # models/own_kind.py; hf-NAME: unmodified
     model: str
     options: frozenset[str] = frozenset()
     samples: int = GLOBAL_BATCH  # of a step
@@ -108,7 +108,7 @@ class Case:
     @property
     def is_of_a_user(self) -> bool:
         """Whether its code is not the project's, and has no stages."""
-        return bool(self.unmodified) or self.model == "own-kind"
+        return bool(self.unmodified) or self.model.startswith("own-kind")
 
     @property
     def is_bert(self) -> bool:
@@ -124,8 +124,9 @@ class Case:
         changes: dict[str, Any] = {"make_vocab_size_divisible_by": 8, "num_layers": self.layers}
         for option in self.options:
             changes |= SETTINGS.get(option, {})
-        if self.model == "own-kind":
-            return own_config(**changes | {"num_layers": 1})
+        if self.model.startswith("own-kind"):
+            heads = {"key_value_heads": 4} if self.model == "own-kind-even" else {}
+            return own_config(**changes, **heads)
         if self.model == "gpt2":
             return tiny_config(**changes)
         if self.model.startswith("vit"):
@@ -299,7 +300,7 @@ def distance(one: Tensor, other: Tensor, scale: float) -> float:
 
 
 def differences(found: Outcome, wanted: Outcome) -> dict[str, float]:
-    """The largest difference of each kind, normalised by the reference's norm."""
+    """The largest difference of each kind, normalised by the reference's norm; NaN if one is."""
     worst = {"loss": 0.0, "norm": 0.0, "gradients": 0.0, "weights": 0.0}
     largest = {
         name: float(without_key_bias(name, each).abs().max())
@@ -309,15 +310,16 @@ def differences(found: Outcome, wanted: Outcome) -> dict[str, float]:
     assert not unseen(largest, norm, [sum(each.values()) for each in wanted.terms])
     for own, other in zip(found.terms, wanted.terms, strict=True):
         for name, value in other.items():
-            worst["loss"] = max(worst["loss"], abs(own[name] - value) / abs(value))
+            worst["loss"] = np.maximum(worst["loss"], abs(own[name] - value) / abs(value))
     for one, two in zip(found.norms, wanted.norms, strict=True):
-        worst["norm"] = max(worst["norm"], abs(one - two) / two)
+        worst["norm"] = np.maximum(worst["norm"], abs(one - two) / two)
     for kind in ("gradients", "weights"):
         ours, theirs = getattr(found, kind), getattr(wanted, kind)
         assert ours.keys() == theirs.keys()
         for name, tensor in theirs.items():
             one, two = without_key_bias(name, ours[name]), without_key_bias(name, tensor)
-            worst[kind] = max(worst[kind], distance(one, two, float(two.double().norm())))
+            scale = float(two.double().norm())
+            worst[kind] = np.maximum(worst[kind], distance(one, two, scale))
     return worst
 
 
@@ -421,7 +423,7 @@ def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> fo
 
 def sizes_of(case: Case) -> Any:
     """The sizes of a user's model, by the names that settings of our own have."""
-    if case.model == "own-kind":
+    if case.model.startswith("own-kind"):
         own: Any = case.config
         settings = {"ffn_size": own.ffn_size, "query_groups": own.key_value_heads}
         untied = {"untie_embeddings_and_output_weights": True}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import groupby, product
+from math import isnan, nan
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -163,7 +164,7 @@ def test_a_run_that_is_not_divided_is_seen(layout: str) -> None:
 
 
 def test_other_numbers_are_seen() -> None:
-    """Half of a gradient, a step that is left out, the norm counted twice, a mean of means."""
+    """Half of a gradient, a step that is left out, the norm counted twice, a mean of means, NaN."""
     right = alone(SERIAL, CPU)
     name = "transformer.layers.0.mlp.up.weight"
     half, before = right.gradients[name] / 2, right.weights[name] - 1e-3 * right.gradients[name]
@@ -181,3 +182,5 @@ def test_other_numbers_are_seen() -> None:
             if value > TOLERANCES[torch.float64]
         }
         assert seen == {kind}
+    without = replace(right, norms=[nan, *right.norms[1:]])
+    assert isnan(differences(without, right)["norm"])
