@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.corpus.__main__ import MODULES
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("tools", "tasks", "benchmarks")
 PROGRAMS = sorted(
@@ -21,6 +23,10 @@ PROGRAMS = sorted(
     )
     if 'if __name__ == "__main__":' in file.read_text() and file.name != "conftest.py"
 )
+
+
+def module_of(program: str) -> str:
+    return program.removesuffix(".py").replace("/", ".").removesuffix(".__main__")
 
 
 def start(program: str, *arguments: str, folder: Path, stdout: int) -> subprocess.Popen[str]:
@@ -46,11 +52,10 @@ def test_help_is_printed_without_a_word_beside_it(
     monkeypatch.setattr(sys, "path", [str(ROOT if is_module else file.parent), *others])
     monkeypatch.setattr(sys, "argv", [str(file), "-h"])
     monkeypatch.chdir(tmp_path)
-    module = program.removesuffix(".py").replace("/", ".").removesuffix(".__main__")
     code: object = None
     try:
         if is_module:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            runpy.run_module(module_of(program), run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(str(file), run_name="__main__")
     except SystemExit as stop:
@@ -62,6 +67,12 @@ def test_help_is_printed_without_a_word_beside_it(
     assert 5 < len(output.splitlines()) < 80
     commands = re.findall(r"^ *(?:python|torchrun|bash) .+(?:\\\n.+)*", output, re.MULTILINE)
     assert len({" ".join(x.split()) for x in commands}) >= 2
+
+
+def test_every_step_of_a_corpus_is_a_program() -> None:
+    """Python ends a module that starts nothing without a word."""
+    steps = {name.removesuffix(".step") for name in MODULES.values()}
+    assert steps <= {*map(module_of, PROGRAMS)}
 
 
 def test_short_help_has_every_flag_and_help_all_explains_each(tmp_path: Path) -> None:

@@ -2,4 +2,5 @@
 
 from tools.corpus.settings import program
 
-program("tools.corpus.dedup")
+if __name__ == "__main__":
+    program("tools.corpus.dedup")
