@@ -273,8 +273,10 @@ def test_a_step_with_zero_takes_what_is_planned(
     terms = len(state.model.terms)
     with patch("megatron.parallel.bucket.start_sum", sums.start), on_meta(meter, "cpu"):
         forward_backward(state, samples, torch.ones(1 + terms, dtype=torch.float64, device=META))
-    assert sum(each.nbytes for each in lasting) == sum(step.lasting.values())
-    assert meter.peak + sum(step.lasting.values()) == pytest.approx(step.memory["total"], rel=0.05)
+    lasts = sum(step.lasting.values())
+    assert sum(each.nbytes for each in lasting) == lasts
+    rel = 0.12 if stage == 2 and GATED in words else 0.05  # more is planned there
+    assert meter.peak == pytest.approx(step.memory["total"] - lasts, rel=rel)
     phases = step.calls.keys() - {"agreement", "update"}
     planned = sum((step.calls[phase] for phase in phases), Counter[Call]())
     found = sum((each.calls for each in meter.work.values()), Counter[Call]())
