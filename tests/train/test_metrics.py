@@ -3,6 +3,7 @@ what TensorBoard and wandb get of it."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -291,8 +292,8 @@ def test_tensorboard(tmp_path: Path, start: int, kept: list[tuple[int, float]]) 
     assert found == {"loss": [*kept, (last, 0.5)], "validation_loss": [(last, 3.0)]}
 
 
-# Parts of runs as in training: without a key; with one, where no server answers; and offline, from
-# scratch and of another project.
+# Parts of runs as in training: without a key; with one of the environment, where no server answers;
+# from scratch with one of .netrc; and of another project, online without a key, which ends with 75.
 PROGRAM = """
 import os, sys
 from pathlib import Path
@@ -306,19 +307,24 @@ from megatron.train.metrics import Metrics
 mesh = SimpleNamespace(is_first=True, control=SimpleNamespace(gather=lambda value: [value]))
 path = Path(sys.argv[1])
 megatron.train.loggers.INIT_SECONDS = 3  # of a server that does not answer
-hooks, stops, offline = (sys.exit, sys.excepthook), [], {"WANDB_MODE": "offline"}
-parts = (0, "tiny", {}), (1, "tiny", {}), (0, "tiny", offline), (1, "own", offline)
-for start, name, environ in parts:
+hooks, stops, netrc = (sys.exit, sys.excepthook), [], Path(os.environ["NETRC"])
+online = {"WANDB_MODE": "online"}
+parts = (0, "tiny", {}, 0), (1, "tiny", {}, 0), (0, "tiny", {}, 0), (1, "own", online, 75)
+for number, (start, name, environ, code) in enumerate(parts):
+    os.environ.pop("WANDB_API_KEY", None)
+    os.environ.update({"WANDB_API_KEY": os.environ["KEY"]} if number == 1 else {})
+    netrc.write_text(os.environ["LOGIN"] if number == 2 else "")
     config = LoggingConfig(wandb_project=name)
     loggers = open_loggers(config, path, environ, start, {"layers": 2}, mesh, stops.append)
     assert (sys.exit, sys.excepthook) == hooks
     wandb.run.settings.stop_fn()  # as when a person stops it
     with Metrics(path, mesh, start=start, callbacks=loggers) as metrics:
         metrics.write({"step": start + 1, "loss": 0.5, "checkpoint": "the first"})
-    os.environ["WANDB_API_KEY"] = os.environ.pop("KEY", "")
+        if code:
+            metrics.write({"step": start + 1, "ended": "SIGTERM", "exit_code": code})
 assert stops == ["wandb"] * 4
 """
-KEY = "k" * 40
+KEYS = "k" * 40, "n" * 40  # of the environment and of .netrc
 NO_SERVER = "http://127.0.0.1:9"  # nothing listens there
 
 
@@ -326,7 +332,7 @@ def test_wandb_out_of_reach(tmp_path: Path) -> None:
     """With the library itself: it does not print the key, and keeps runs in the folder; the second
     part alone continues the one before it."""
     pytest.importorskip("wandb")
-    from wandb.proto import wandb_internal_pb2
+    from wandb.proto import wandb_internal_pb2 as records
 
     home, save = tmp_path / "home", tmp_path / "save"
     home.mkdir()
@@ -334,18 +340,27 @@ def test_wandb_out_of_reach(tmp_path: Path) -> None:
     environ = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     environ |= {"HOME": str(home), "NETRC": str(home / ".netrc"), "WANDB_BASE_URL": NO_SERVER}
     command = [sys.executable, "-c", PROGRAM, str(save / "metrics.jsonl")]
-    process = subprocess.run(command, env=environ | {"KEY": KEY}, capture_output=True, text=True)
+    environ |= {"KEY": KEYS[0], "LOGIN": f"machine 127.0.0.1:9 login user password {KEYS[1]}"}
+    process = subprocess.run(command, env=environ, capture_output=True, text=True)
     said = process.stdout + process.stderr
-    assert (process.returncode, KEY in said, said.count("because of")) == (0, False, 1), said
+    assert (process.returncode, said.count("because of")) == (0, 3), said
+    assert not any(key in said for key in KEYS)
     assert [each.name for each in home.iterdir()] == [".netrc"]
     assert {each.name for each in save.iterdir()} == {"metrics.jsonl", "wandb", "wandb.json"}
     kept = [*save.glob("wandb/offline-run-*/run-*.wandb")]
     last = json.loads((save / "wandb.json").read_text())["id"]
     ids = [each.stem.removeprefix("run-") for each in kept]
     assert (len(kept), len({*ids}), ids.count(last)) == (4, 3, 1)
-    metric = wandb_internal_pb2.MetricRecord(glob_name="*", step_metric="step")
-    for each in kept:
-        content = each.read_bytes()
+    tag = records.Record(exit=records.RunExitRecord()).SerializeToString()[:-1]  # but its length
+    for each, run_id in zip(kept, ids, strict=True):
+        content, is_last = each.read_bytes(), run_id == last
+        for record in (
+            records.MetricRecord(glob_name="*", step_metric="step"),
+            records.ConfigItem(key="layers", value_json="2"),
+            records.RunRecord(project="own" if is_last else "tiny"),
+        ):
+            assert record.SerializeToString() in content
+        code = records.RunExitRecord(exit_code=75 * is_last).SerializeToString()
+        assert re.search(re.escape(tag) + b"." + re.escape(code), content, re.DOTALL)
         assert b"the first" in content
-        assert KEY.encode() not in content
-        assert metric.SerializeToString() in content
+        assert not any(key.encode() in content for key in KEYS)
