@@ -112,26 +112,26 @@ class SlowestFiles:
     long, are printed at the end."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds, self.tests = Counter[str](), Counter[str]()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] += report.duration
+        self.tests[report.nodeid.partition("::")[0]] += report.when == "call"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        seconds, tests = Counter[str](), Counter[str]()
+        seconds = Counter[str]()
         for test, each in self.seconds.items():
-            file = test.partition("::")[0]
-            seconds[file] += each
-            tests[file] += 1
+            seconds[test.partition("::")[0]] += each
         total = seconds.total()
         terminalreporter.section("slowest files")
         for file, each in seconds.most_common(40):
             share = f"{each / total:6.1%}"
-            terminalreporter.write_line(f"{each:7.0f} s {share} {tests[file]:5d} {file}")
-        terminalreporter.write_line(f"{total:7.0f} s of {tests.total()} tests")
+            terminalreporter.write_line(f"{each:7.0f} s {share} {self.tests[file]:5d} {file}")
+        terminalreporter.write_line(f"{total:7.0f} s of {self.tests.total()} tests")
+        terminalreporter.section(f"tests of more than {LONGEST} s")
         for test, each in self.seconds.most_common():
             if each > LONGEST:
-                terminalreporter.write_line(f"{each:7.0f} s, more than {LONGEST}: {test}")
+                terminalreporter.write_line(f"{each:7.0f} s {test}")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -115,7 +115,7 @@ sys.exit(pytest.main({PYTEST.split()[2:]!r} + ["{LAYOUT}[tensor=2-llama]"]))
 def test_the_rest_works_without_huggingface_and_other_libraries(tmp_path: Path) -> None:
     """A copy, since the ranks that a test starts import the folder, too. megatron is a namespace:
     what the copy lacks would be found in an installation, so a file that raises takes its place."""
-    for name in ("megatron", "tools", "tests"):
+    for name in ("megatron", "tools", "benchmarks", "tests"):
         ignored = shutil.ignore_patterns("__pycache__", "huggingface" if name == "megatron" else "")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     for name in ("pyproject.toml", "pretrain.py"):
@@ -137,7 +137,8 @@ def test_the_rest_works_without_huggingface_and_other_libraries(tmp_path: Path) 
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "1 passed" in ended.stdout
     assert (tmp_path / "saved" / "latest").exists()
-    ended = run("-c", "from tools import convert_hf\nfrom tools.convert import compare, exporting")
+    others = "from tools import convert_hf\nfrom tools.convert import compare, exporting\n"
+    ended = run("-c", f"{others}import benchmarks.train_step, benchmarks.harness")
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 

@@ -25,7 +25,7 @@ def test_sources_of_data(tmp_path: Path) -> None:
     documents, words, samples, steps_of_run, batch = 900, 40, 32 * 64, 2, 4
     text = tmp_path / "text.jsonl"
     text.write_text(f"{json.dumps({'text': ' word' * words})}\n" * documents)
-    rows = {data.threads(name, 2): True for name in (data.LINES, data.PARQUET)}
+    rows = {data.threads(name, 2): True for name in (data.LINES, data.SAVED, data.PARQUET)}
     rows |= {data.threads(name, 1): False for name in (data.PACKED, "mock")}
     flags = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
     flags += " --max-position-embeddings 16"
