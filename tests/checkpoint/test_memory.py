@@ -337,8 +337,9 @@ def break_run(hosts: Path, of_its_own: bool, fault: Callable[[], None] | None = 
 # go on; a start that is killed while it writes the memory to disk is not among them.
 STEP, KEEP = "megatron.train.loop:train_step", "megatron.checkpoint.memory:save_checkpoint"
 KILLS = {
-    "one host": ([(KEEP, 2, [1]), ("os:fsync", 4, [0]), (STEP, 4, [0, 1])], [0, 2, 4]),
+    "one host": (SPLIT, [(KEEP, 2, [1]), ("os:fsync", 4, [0]), (STEP, 4, [0, 1])], [0, 2, 4]),
     "two hosts": (
+        "--zero-stage 1",
         # A host that lives needs no copy of its files.
         [(STEP, 4, [0, 1]), ("torch.distributed:isend", 1, [0]), (STEP, 3, [1])],
         [0, 2, 4, 6],
@@ -346,21 +347,13 @@ KILLS = {
 }
 
 
-KILLED = f"{DROPOUT} --zero-stage 1 --log-interval 1"
-
-
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that nothing disturbs."""
-    save = tmp_path_factory.mktemp("calm")
-    finished(flags(save, 7, KILLED), world=2, folder=save)
-    return save
-
-
 @pytest.mark.parametrize("name", KILLS)
-def test_kill_9_changes_no_bit(tmp_path: Path, calm: Path, name: str) -> None:
-    (kills, expected), save = KILLS[name], tmp_path / "killed"
-    words = flags(save, 7, f"{KILLED} --memory-checkpoint-interval 2 --save-interval 20")
+def test_kill_9_changes_no_bit(tmp_path: Path, name: str) -> None:
+    layout, kills, expected = KILLS[name]
+    save, calm = tmp_path / "killed", tmp_path / "calm"
+    more = f"{DROPOUT} {layout} --log-interval 1"
+    finished(flags(calm, 7, more), world=2, folder=tmp_path)
+    words = flags(save, 7, f"{more} --memory-checkpoint-interval 2 --save-interval 20")
     before = partial(break_run, tmp_path / "hosts", name == "two hosts")
     for kill in kills:
         fault = partial(before, partial(at_call, *kill, die))

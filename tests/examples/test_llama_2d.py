@@ -1,5 +1,5 @@
 """Source C: the tutorial's Llama, a small one here, by its example, by pretrain.py, and in plain
-torch; its own tensor parallelism is in tests/tools/convert/legacy/test_dcp.py."""
+torch; torch's own tensor parallelism is in tests/tools/convert/legacy/test_dcp.py."""
 
 import json
 import os
@@ -121,6 +121,7 @@ def test_killed_and_resumed_at_another_layout_it_is_one_process(
     found = losses(tmp_path)  # steps 4 and 5 twice
     assert found[:5] + found[7:] == pytest.approx(serial, rel=1e-5)
     assert found[3:5] == pytest.approx(found[5:7], rel=1e-6)
+    run(folder, tmp_path, "--epochs", "3", *save, code=2)  # another run is refused
 
 
 def test_pure_bf16_keeps_bf16_alone(folder: Path, serial: list[float], tmp_path: Path) -> None:
