@@ -492,7 +492,7 @@ samples-in-training-mode
 -         model.train(was_training)
 +         model.train(False)
 @ megatron/train/state.py | checkpoint/test_layouts::test_a_run_goes_on
-skipped-steps-correct-the-bias | checkpoint/test_layouts::test_a_checkpoint_knows
+skipped-steps-correct-the-bias | checkpoint/test_layouts::test_counts_and_the_loss
 # Adam's bias correction after a resume of a run that skipped
 - self.optimizer.loaded(self.updates)
 + self.optimizer.loaded(self.step)
