@@ -20,6 +20,7 @@ from typing import Any
 
 from megatron.checkpoint.format import read_manifest, step_folders, step_of
 from megatron.checkpoint.load import verify
+from megatron.errors import UsageError
 from megatron.parallel.agree import agree, on_all_ranks
 from megatron.parallel.mesh import Mesh
 
@@ -61,11 +62,11 @@ def claim(directory: str | None, mesh: Mesh) -> Iterator[None]:
                 os.fsync(file.fileno())
         except BlockingIOError as error:
             missing.clear()  # they are the other run's
-            busy = f"--save {path}: another run is writing there; wait for its end"
-            raise OSError(busy) from error
+            allowed = "a directory that no other run writes to: wait for its end"
+            raise UsageError("--save", path, allowed) from error
         except OSError as error:
             cause = error.strerror or error
-            raise OSError(f"--save {path}: {cause}; must be a directory to write to") from error
+            raise UsageError("--save", path, f"a directory to write to ({cause})") from error
 
     with held:
         try:

@@ -50,15 +50,16 @@ class Registry:
 
 def register_part(setting: str, name: str, part: Callable[..., Any]) -> None:
     """Give a part of one's own a name, which the flag and key `setting` then take, such as
-    "optimizer". Raises ValueError if the name is taken or has a colon, or the part does not fit."""
+    "optimizer". Raises UsageError if the name is taken or has a colon, or the part does not fit."""
     if setting not in PARTS:
-        raise ValueError(f"{flag(setting)}: must be one of {', '.join(map(flag, PARTS))}")
-    registry, given = PARTS[setting], f"{flag(setting)} {name}"
+        raise UsageError(flag(setting), None, f"one of {', '.join(map(flag, PARTS))}")
+    registry = PARTS[setting]
     if name in registry.parts or ":" in name:
-        taken = "has a colon" if ":" in name else "is registered already"
-        raise ValueError(f"{given}: the name {taken}")
+        taken = "without a colon" if ":" in name else "a name that is not registered already"
+        raise UsageError(flag(setting), name, taken)
     if wrong := misfit(part, registry.takes):
-        raise ValueError(f"{given}: {wrong}")
+        allowed = f"a part that takes {', '.join(registry.takes)} ({wrong})"
+        raise UsageError(flag(setting), name, allowed)
     registry.parts[name] = part
 
 

@@ -198,16 +198,15 @@ class Blocks:
         return sum(len(self.sentences(document)) < 3 for document in checked), count
 
     def check(self, split: str) -> None:
-        """ValueError if no checked document has two sentences, a warning if few have."""
+        """UsageError if no checked document has two sentences, a warning if few have."""
         single, count = self.one_sentence(SAMPLED_DOCUMENTS)
-        of = f"--data-path: of {count} documents of the {split} split of {self.data.prefix}"
+        of = f"of {count} documents of the {split} split"
         if single == count:
-            raise ValueError(
-                f"{of} none has two sentences; whole documents, cut by tools/preprocess_data.py "
-                "--split-sentences, would work"
-            )
+            allowed = f"whole documents, cut by tools/preprocess_data.py --split-sentences: {of} "
+            raise UsageError("--data-path", self.data.prefix, f"{allowed}none has two sentences")
         if single > count / 2:
-            warnings.warn(f"{of} {single} have one sentence only and are skipped", stacklevel=2)
+            text = f"--data-path {self.data.prefix}: {of} {single} have one sentence only"
+            warnings.warn(f"{text} and are skipped", stacklevel=2)
 
     def _before(self, document: int) -> int:
         """Elements of the merged series before those of this document."""
@@ -469,8 +468,8 @@ def open_bert_splits(
     for source in corpus.sources:
         description = source.data.description
         if description is not None and description.eod is not None:
-            allowed = "data of tools/preprocess_data.py --split-sentences: its documents end with "
-            raise UsageError("--data-path", source.data.prefix, f"{allowed}a mark")
+            allowed = "data of tools/preprocess_data.py --split-sentences: the documents of this "
+            raise UsageError("--data-path", source.data.prefix, f"{allowed}data end with a mark")
     marks = [tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask]
     masking = Masking(
         mask=tokenizer.mask,

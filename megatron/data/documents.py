@@ -19,7 +19,14 @@ import numpy as np
 from megatron.data.cache import Entries, scan_once
 from megatron.data.files import DataError, sha256, with_suffix
 from megatron.data.json_lines import OPENERS, is_text, parse_line, parse_record, read_lines
-from megatron.data.map_style import check_no_choice, names_map_style, open_map_style
+from megatron.data.map_style import (
+    DATA_PATH,
+    DATASET_NAME,
+    check_no_choice,
+    names_map_style,
+    open_map_style,
+)
+from megatron.errors import UsageError
 
 ENDINGS = (".jsonl", ".json")
 
@@ -56,25 +63,22 @@ def open_documents(
     """The documents at a path of --data-path.
 
     key: key of the text in a JSON line, or its column. split: the split of a folder that holds
-    several, by default "train"; config: likewise its configuration. Raises ValueError, naming the
-    flag, for a path without documents.
+    several, by default "train"; config: likewise its configuration. Raises UsageError for a path
+    without documents.
     """
     if names_map_style(path):
         return open_map_style(path, column=key, split=split, config=config)
     if not names_documents(path):
-        kind, works = "no file of documents", "a file named *.parquet or *.jsonl"
+        allowed = "a file named *.parquet or *.jsonl, as {} reads them"
         if with_suffix(path, ".idx").is_file():
-            kind, works = "a .bin and .idx pair, of packed tokens", f"{path} without --pad"
-        if is_text(path):
-            kind, works = "a text file", f"--dataset-name {path}"
-        raise ValueError(f"--data-path {path} is {kind}, which --pad does not read; {works} works")
+            allowed += ", and no .bin and .idx pair, of packed tokens"
+        works = (DATASET_NAME, path) if is_text(path) else ()
+        raise UsageError(DATA_PATH, path, allowed, "--pad", works=works)
     if (ending := Path(path).suffix) in OPENERS:
-        raise ValueError(
-            f"--data-path {path} is compressed, so that no single line can be read; the file "
-            f"decompressed, {path.removesuffix(ending)}, works"
-        )
+        allowed = "decompressed, so that a single line can be read"
+        raise UsageError(DATA_PATH, path, allowed, works=path.removesuffix(ending))
     if not Path(path).is_file():
-        raise ValueError(f"--data-path {path}: there is no such file")
+        raise UsageError(DATA_PATH, path, "a file that exists")
     check_no_choice(f"--data-path {path}", split=split, config=config)
     return JsonLines(path, key)
 
@@ -86,7 +90,7 @@ class JsonLines:
     """
 
     def __init__(self, path: str, key: str) -> None:
-        """Warns of lines without text; raises ValueError, naming --data-path, if none has text."""
+        """Warns of lines without text; raises UsageError if none has text."""
         self.name, self._key = path, key
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
@@ -105,15 +109,12 @@ class JsonLines:
             stream.seek(-min(100, Path(path).stat().st_size), os.SEEK_END)
             is_array = start.startswith(b"[") and stream.read().rstrip().endswith(b"]")
         if bad and self.num_documents <= 1 and is_array:  # its last line may be a document
-            raise ValueError(
-                f"--data-path {path} is one JSON array, not lines; --dataset-name {path} reads it"
-            )
+            allowed = "a file of JSON lines, not of one JSON array"
+            raise UsageError(DATA_PATH, path, allowed, works=(DATASET_NAME, path))
         if not self.num_documents:
-            reason = f"; {first_bad}" if bad else ""
-            raise ValueError(
-                f"--data-path {path} holds no document{reason}; lines such as "
-                f'{{"{key}": "some text"}} work, or another --json-key'
-            )
+            allowed = "a file with lines such as {}, or read by another {}{}"
+            others = f'{{"{key}": "some text"}}', "--json-key", f" ({first_bad})" if bad else ""
+            raise UsageError(DATA_PATH, path, allowed, *others)
         if bad:
             warnings.warn(
                 f"--data-path {path}: {bad} of {bad + self.num_documents} lines hold no document "

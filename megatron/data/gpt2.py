@@ -20,7 +20,7 @@ from megatron.data.batch import Array, TextBatch
 from megatron.data.indexed import IndexedDataset, check_highest_id
 from megatron.data.order import Series, open_series
 from megatron.data.sources import Corpus
-from megatron.errors import UsageError, flag
+from megatron.errors import UsageError, flag, switch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +61,13 @@ class Boundaries:
 
     def __post_init__(self) -> None:
         names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-        name = next((name for name in names if getattr(self, name)), None)
-        if name is not None and self.eod is None:
-            allowed = "left out with data without end marks, as {} is (--no-append-eod)"
-            raise UsageError(flag(name), None, allowed, "--data-path")
+        on = [name for name in names if getattr(self, name)] if self.eod is None else []
+        if on:
+            allowed = f"left out{', as {}' * (len(on) - 1)}: the documents of {{}} have no end "
+            allowed += "marks (--no-append-eod)"
+            others = *map(flag, on[1:]), "--data-path"
+            works = tuple(switch(name, False) for name in on)
+            raise UsageError(flag(on[0]), None, allowed, *others, works=works)
 
     def batch(self, window: NDArray[np.int32]) -> GPT2Batch:
         """The batch of samples [b, s + 1]. Each label is the next token, also across documents."""
@@ -163,9 +166,9 @@ def open_splits(
     def cut(data: IndexedDataset, documents: range, name: str) -> TokenRange:
         tokens = data.token_range(documents)
         if len(tokens) <= seq_length:
-            allowed = f"below the {len(tokens)} tokens of the {name} split of {data.prefix}, of "
-            allowed += "which --split may give it more"
-            raise UsageError("--seq-length", seq_length, allowed)  # another split may be shorter
+            allowed = f"below the {len(tokens)} tokens of the {name} split of {{}}, to which {{}} "
+            others = data.prefix, "--split"  # another split may be shorter
+            raise UsageError("--seq-length", seq_length, f"{allowed}may give more", *others)
         return TokenRange(data, tokens, seq_length)
 
     make = partial(GPT2Dataset, vocab_size=corpus.vocab_size, boundaries=boundaries)

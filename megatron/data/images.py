@@ -193,7 +193,8 @@ def _open_packed(file: Path, size: int, key: str | None) -> Packed:
     except DataError as error:
         if key is not None:
             raise
-        raise DataError(f"--data-path {file} is damaged; a new copy works") from error
+        allowed = "undamaged, as a new copy of the packed file is"
+        raise UsageError("--data-path", file, allowed) from error
     if found.values["size"] != size:
         allowed = f"that of the images in {file}"
         raise UsageError("--image-size", size, allowed, works=found.values["size"])
@@ -320,10 +321,8 @@ def pack(listing: Listing, size: int, file: Path, key: str, workers: int) -> Non
         ]
     if broken:
         some = ", ".join(broken[:3]) + (", ..." if len(broken) > 3 else "")
-        raise DataError(
-            f"--data-path {listing.folder}: {len(broken)} files cannot be read as images ({some}); "
-            "without them it works"
-        )
+        allowed = f"without {len(broken)} files that cannot be read as images ({some})"
+        raise UsageError("--data-path", listing.folder, allowed)
     cache.write(file, key, _entries(listing, chunks, files, size, key))
     shutil.rmtree(parts, ignore_errors=True)
 

@@ -38,11 +38,13 @@ from numpy.typing import NDArray
 from megatron.data.cache import Entries, scan_once
 from megatron.data.files import DataError
 from megatron.data.json_lines import NOT_SHARDS, warn_not_read
+from megatron.errors import UsageError
 from megatron.libraries import Library
 
 datasets, pa = Library("datasets"), Library("pyarrow")
 pc, pq = Library("pyarrow.compute"), Library("pyarrow.parquet")
 
+DATA_PATH, DATASET_NAME = "--data-path", "--dataset-name"
 BATCH_ROWS = 1000  # rows read together in the one pass
 DEFAULT_SPLIT = "train"
 ENDINGS = (".txt", ".jsonl", ".json", ".csv", ".parquet")  # of files with texts
@@ -67,14 +69,14 @@ class ColumnDocuments:
         """name: flag and value, for messages. dataset: a map-style `datasets.Dataset`, which may be
         shuffled or selected. scan_cached: scan_once, but for its last argument.
 
-        Warns of rows without text; raises ValueError, naming the flag, if the dataset is not
-        map-style, if the column does not hold text, and if no row does.
+        Warns of rows without text; raises UsageError if the dataset is not map-style, if the column
+        does not hold text, and if no row does.
         """
+        flag, _, value = name.partition(" ")
         if not isinstance(dataset, datasets.Dataset):
-            raise ValueError(
-                f"{name} is a {type(dataset).__name__}, which has no access by row; a file of "
-                "JSON lines that `python tools/stream_to_jsonl.py` writes from it works"
-            )
+            allowed = f"a data set with access by row, not a {type(dataset).__name__}; "
+            allowed += "`python tools/stream_to_jsonl.py` makes JSON lines of it"
+            raise UsageError(flag, value or None, allowed)
         check_column(column, dataset.features.arrow_schema, name)
         self.name, self._column = name, column
         self._rows = dataset.select_columns([column]).with_format(None)
@@ -85,10 +87,8 @@ class ColumnDocuments:
         # Number of documents before each row that is left out.
         self._before = without - np.arange(len(without))
         if not self.num_documents:
-            raise ValueError(
-                f"{name} holds no text in any of its {len(dataset)} rows; another --text-column, "
-                "or other data, would work"
-            )
+            allowed = f"of text in one of {len(dataset)} rows at least, or read by another {{}}"
+            raise UsageError(flag, value or None, allowed, "--text-column")
         if len(without):
             warnings.warn(
                 f"{name}: {len(without)} of {len(dataset)} rows hold no text and are left out; the "
@@ -151,7 +151,7 @@ def _has_text(texts: Any) -> NDArray[np.bool_]:
 
 
 def check_column(column: str, schema: Any, name: str) -> None:
-    """ValueError, naming the text columns, if the Arrow schema has no such column of text."""
+    """UsageError, naming the text columns, if the Arrow schema has no such column of text."""
 
     def is_text(kind: Any) -> bool:
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -161,12 +161,8 @@ def check_column(column: str, schema: Any, name: str) -> None:
     texts = [field.name for field in schema if is_text(field.type)]
     if column not in texts:
         kind = f" (it is {schema.field(column).type})" if column in schema.names else ""
-        works = "nor another"
-        if texts:
-            works = f"but {', '.join(texts)}; --text-column {texts[0]} works"
-        raise ValueError(
-            f"--text-column {column}: {name} has no such column of text{kind}, {works}"
-        )
+        allowed = f"a column of text of {name}{kind}: {', '.join(texts) or 'there is none'}"
+        raise UsageError("--text-column", column, allowed, works=texts[0] if texts else ())
 
 
 def names_map_style(path: str) -> bool:
@@ -181,41 +177,39 @@ def open_map_style(
 
     split: the split of a folder that holds several, by default "train". config: the configuration
     of a folder of parquet whose README.md names several. Files are found as by
-    `datasets.load_dataset`. Raises ValueError, naming the flag, for anything else.
+    `datasets.load_dataset`. Raises UsageError for anything else.
     """
-    source, name = Path(path), f"--data-path {path}"
+    source, name = Path(path), f"{DATA_PATH} {path}"
     if source.is_file():
         check_no_choice(name, split=split, config=config)
         return _open_parquet(source, [source], column, "", name)
     if not source.is_dir():
-        raise ValueError(f"{name}: there is no such file")
+        raise UsageError(DATA_PATH, path, "a file or folder that exists")
     if is_saved(source):
         check_no_choice(name, config=config)
         try:
             dataset = datasets.load_from_disk(source, keep_in_memory=False)
         except (ValueError, OSError, KeyError) as error:
-            raise ValueError(
-                f"{name} is damaged or not whole: {one_line(error)}; the folder saved again works"
-            ) from error
+            allowed = f"whole and undamaged, as the folder saved again is ({one_line(error)})"
+            raise UsageError(DATA_PATH, path, allowed) from error
         if isinstance(dataset, datasets.DatasetDict):
             split = choose_split(split, list(dataset), name)
             dataset = dataset[split]
         else:
             check_no_choice(name, split=split, only=dataset.split)
         return _open_dataset(dataset, source, column, split or "", name)
-    with TemporaryDirectory() as cache, one_line_errors(name, config):  # no data is copied
+    # No data is copied.
+    with TemporaryDirectory() as cache, one_line_errors(DATA_PATH, path, config):
         try:
             builder = datasets.load_dataset_builder(
                 str(source.resolve()), name=config, cache_dir=cache
             )
         except datasets.data_files.EmptyDatasetError as error:
-            raise DataError(
-                f"{name} is neither a folder of datasets' save_to_disk nor one of *.parquet; a "
-                "file named *.jsonl or *.parquet works"
-            ) from error
+            allowed = "a folder of datasets' save_to_disk or of *.parquet, or a file named *.jsonl "
+            raise UsageError(DATA_PATH, path, f"{allowed}or *.parquet") from error
     files = {key: list(map(Path, paths)) for key, paths in builder.config.data_files.items()}
     if not all(file.suffix == ".parquet" for paths in files.values() for file in paths):
-        raise ValueError(f"{name} is no folder of *.parquet; --dataset-name {path} reads it")
+        raise UsageError(DATA_PATH, path, "a folder of *.parquet", works=(DATASET_NAME, path))
     split = choose_split(split, list(files), name)
     return _open_parquet(source, files[split], column, f"{config or ''} {split}", name)
 
@@ -276,28 +270,24 @@ def _open_dataset(
 
 
 def choose_split(split: str | None, splits: Sequence[str], name: str) -> str:
-    """The split, by default "train"; ValueError, naming the others, if it is not there."""
+    """The split, by default "train"; UsageError, naming the others, if it is not there."""
     chosen = split or DEFAULT_SPLIT
     if chosen not in splits:
-        raise ValueError(
-            f"--dataset-split {chosen}: {name} has {', '.join(splits)}; "
-            f"--dataset-split {splits[0]} works"
-        )
+        allowed = f"a split of {name}: {', '.join(splits)}"
+        raise UsageError("--dataset-split", chosen, allowed, works=splits[0])
     return chosen
 
 
 def check_no_choice(
     name: str, *, split: str | None = None, config: str | None = None, only: object = None
 ) -> None:
-    """ValueError if a configuration is asked for, of data that have none, or a split, of data that
+    """UsageError if a configuration is asked for, of data that have none, or a split, of data that
     are the split `only`, or None for no split."""
     if config is not None:
-        raise ValueError(
-            f"--dataset-config {config}: {name} has no configurations; leave out --dataset-config"
-        )
+        raise UsageError("--dataset-config", config, f"left out: {name} has no configurations")
     if split is not None and split != str(only):
         kind = "not divided into splits" if only is None else f"the split {only}"
-        raise ValueError(f"--dataset-split {split}: {name} is {kind}; leave out --dataset-split")
+        raise UsageError("--dataset-split", split, f"left out: {name} is {kind}")
 
 
 def open_named(
@@ -306,7 +296,7 @@ def open_named(
     """The documents of `datasets.load_dataset`, by row; arguments as in load_named."""
     dataset = load_named(name, config=config, split=split)
     selection = f"{config or ''} {split or DEFAULT_SPLIT}"
-    return _open_dataset(dataset, None, column, selection, f"--dataset-name {name}")
+    return _open_dataset(dataset, None, column, selection, f"{DATASET_NAME} {name}")
 
 
 def load_named(
@@ -315,19 +305,19 @@ def load_named(
     """`datasets.load_dataset` of a data set on the hub, or of a local folder or file.
 
     split: by default "train"; also "train[:10%]" or "train+test". Returns a datasets.Dataset, or
-    with `streaming` an IterableDataset. Raises ValueError, naming the flag, in one line.
+    with `streaming` an IterableDataset. Raises UsageError in one line.
     """
-    flag, path = f"--dataset-name {name}", Path(name)
+    path = Path(name)
     split = split or DEFAULT_SPLIT
     if is_saved(path):
-        raise ValueError(f"{flag} is a folder of save_to_disk; --data-path {name} works")
+        raise UsageError(DATASET_NAME, name, "no folder of save_to_disk", works=(DATA_PATH, name))
     where: dict[str, Any] = {"path": name}
     if path.exists():  # resolved, as the library takes the name of "." to be empty
         path = path.resolve()
         where = {"path": str(path)}
         if path.is_file():  # one of the data files of its folder
             where = {"path": str(path.parent), "data_files": [path.name]}
-    with one_line_errors(flag, config):
+    with one_line_errors(DATASET_NAME, name, config):
         builder = datasets.load_dataset_builder(**where, name=config)
         if hasattr(builder.config, "sample_by"):  # by default text files are read by lines
             builder = datasets.load_dataset_builder(**where, name=config, sample_by="document")
@@ -340,35 +330,39 @@ def load_named(
                 for file in sorted(path.rglob("*"))
                 if file.suffix in ENDINGS and file.name not in no_texts and file not in read
             )
-            warn_not_read(flag, others, "a folder with files of one kind is read whole")
+            works = "a folder with files of one kind is read whole"
+            warn_not_read(f"{DATASET_NAME} {name}", others, works)
         if not streaming:
             builder.download_and_prepare()
     try:
         open_split = builder.as_streaming_dataset if streaming else builder.as_dataset
         return open_split(split=split)
     except ValueError as error:  # the library names the splits that are there
-        raise ValueError(f"--dataset-split {split} of {flag}: {one_line(error)}") from error
+        allowed = f"a split of {DATASET_NAME} {name} ({one_line(error)})"
+        raise UsageError("--dataset-split", split, allowed) from error
 
 
 @contextmanager
-def one_line_errors(flag: str, config: str | None) -> Iterator[None]:
-    """Turns errors of `datasets`, while it finds or copies data, into ValueError of the flag."""
+def one_line_errors(flag: str, value: str, config: str | None) -> Iterator[None]:
+    """Turns errors of `datasets`, while it finds or copies data, into UsageError of the flag."""
     try:
         yield
-    except DataError:  # names the flag
+    except UsageError:
         raise
     except ConnectionError as error:
-        raise ValueError(
-            f"{flag} is no local folder, and the hub cannot be reached ({one_line(error)}); the "
-            "path of a local copy works"
-        ) from error
+        allowed = f"a local path where the hub cannot be reached ({one_line(error)})"
+        raise UsageError(flag, value, allowed) from error
     except RuntimeError as error:  # a folder with a script
-        raise ValueError(f"{flag}: {one_line(error)}; a folder of data files works") from error
+        raise UsageError(flag, value, f"a folder of data files ({one_line(error)})") from error
     except (OSError, datasets.exceptions.DatasetsError, pa.ArrowException) as error:
-        raise ValueError(f"{flag}: {one_line(error.__cause__ or error)}") from error
+        allowed = f"data that can be read ({one_line(error.__cause__ or error)})"
+        raise UsageError(flag, value, allowed) from error
     except ValueError as error:  # the library names the configs that are there
-        flags = f"--dataset-config {config} of {flag}" if config else f"{flag} --dataset-config C"
-        raise ValueError(f"{flags}: {one_line(error)}") from error
+        if config:
+            allowed = f"a configuration of {flag} {value} ({one_line(error)})"
+            raise UsageError("--dataset-config", config, allowed) from error
+        allowed = "given with a {} that it has ({})"
+        raise UsageError(flag, value, allowed, "--dataset-config", one_line(error)) from error
 
 
 def one_line(error: BaseException) -> str:

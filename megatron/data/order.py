@@ -197,10 +197,9 @@ class Series(Generic[SplitOfOne]):
         Raises ValueError past the end of a split that is not endless.
         """
         if self.name != "training" and max(numbers) >= self.samples_per_epoch:
-            raise ValueError(
-                f"the {self.name} split ends after {self.samples_per_epoch} samples; fewer "
-                "--eval-iters, or a larger part of --split, would work"
-            )
+            allowed = f"fewer, or {{}} of a larger part: the {self.name} split ends after "
+            allowed += f"{self.samples_per_epoch} samples"
+            raise UsageError("--eval-iters", None, allowed, "--split")
         sources, local = self.blend.locate(np.asarray(numbers, np.int64))
         for source in np.unique(sources).tolist():
             split, rows = self.splits[source], np.flatnonzero(sources == source)

@@ -28,7 +28,8 @@ from megatron.data.gpt2 import GPT2Batch
 from megatron.data.indexed import token_dtype
 from megatron.data.order import Series, open_series
 from megatron.data.sources import Corpus
-from megatron.data.tokenizer import Tokenizer
+from megatron.data.tokenizer import VOCABULARY, Tokenizer
+from megatron.errors import UsageError
 
 CHUNK = 256  # documents that are tokenised together
 FORMAT = "3"  # of a cache of tokens; files of another format have other names and are not read
@@ -116,7 +117,7 @@ def open_padded_splits(
     begin_token, end_token: tokens of the vocabulary, as they are spelt; end_token is by default the
     tokenizer's end mark. refuse_too_long: tokenises all documents. cache_tokens: reads ids from a
     file beside the JSON lines, which is made if it does not exist; else a document is tokenised
-    whenever it is read. Raises ValueError, naming the flag, for a split without documents, for
+    whenever it is read. Raises UsageError for a split without documents, for
     tokens that the vocabulary lacks, with refuse_too_long for documents of more than seq_length + 1
     tokens, and with cache_tokens for documents that are not a file of JSON lines.
     """
@@ -139,11 +140,10 @@ def open_padded_splits(
                     longest, where = length, (documents, number)
         if count:
             documents, number = where
-            raise ValueError(
-                f"--too-long refuse: {count} documents have more than {room} tokens, and "
-                f"{documents.location(number)} has {longest}; --seq-length {longest - 1} or "
-                "--too-long cut works"
-            )
+            allowed = f"cut, or given with {{}} {longest - 1}: {count} documents have more than "
+            allowed += f"{room} tokens, and {{}} has {longest}"
+            others = "--seq-length", documents.location(number)
+            raise UsageError("--too-long", "refuse", allowed, *others, works="cut")
 
     def cut(data: Documents, documents: range, name: str) -> DocumentRange:
         return DocumentRange(encoders[id(data)], documents)
@@ -156,7 +156,7 @@ def _find(flag: str, token: str, tokenizer: Tokenizer) -> int:
     try:
         return tokenizer.token_id(token)
     except ValueError as error:
-        raise ValueError(f"{flag} {token}: {error}; one of --vocab-file works") from error
+        raise UsageError(flag, token, "a token of {} ({})", VOCABULARY, str(error)) from error
 
 
 def _encode_all(documents: Documents, encode: Encode) -> Iterator[tuple[int, list[int]]]:
@@ -177,14 +177,13 @@ def _read_cached(documents: Documents, tokenizer: Tokenizer) -> Encode:
     texts and the tokenizer. So a changed file, or another tokenizer, has its own cache, and none is
     stale. Ids are without begin and end marks and are not cut: one cache serves every --seq-length.
 
-    Raises ValueError, naming --cache-tokens, if the documents are not a file of JSON lines, and
+    Raises UsageError if the documents are not a file of JSON lines, and
     DataError if the cache is damaged. Warns if no cache can be written to the folder, and then
     tokenises on demand.
     """
     if not isinstance(documents, JsonLines):
-        raise ValueError(
-            f"--cache-tokens: {documents.name} is no file of JSON lines; --no-cache-tokens works"
-        )
+        allowed = f"left out where {documents.name} is no file of JSON lines"
+        raise UsageError("--cache-tokens", None, allowed, works=("--no-cache-tokens",))
     encode = _encode_on_demand(documents, tokenizer)
     facts = "\n".join((FORMAT, documents.content, tokenizer.kind, tokenizer.fingerprint))
     name = hashlib.sha256(facts.encode()).hexdigest()[:16]

@@ -89,11 +89,12 @@ def open_corpus(
     sources = []
     for weight, prefix in _parse(data_path):
         if Path(prefix).is_dir() and (pairs := sorted(Path(prefix).glob("*.idx"))):
-            names = " or ".join(str(pair.with_suffix("")) for pair in pairs[:4])
-            raise UsageError(PATH, prefix, f"a file of this folder, {names}")
+            names = [str(pair.with_suffix("")) for pair in pairs[:4]]
+            allowed = f"a prefix in this folder: {' or '.join(names)}"
+            raise UsageError(PATH, prefix, allowed, works=names[0] if len(pairs) == 1 else ())
         if names_documents(prefix):
             allowed = "the prefix of a .bin and .idx pair, which tools/preprocess_data.py makes of "
-            raise UsageError(PATH, prefix, f"{allowed}it, or with {{}} text for GPT-2", "--pad")
+            raise UsageError(PATH, prefix, f"{allowed}text; {{}} reads text, for GPT-2", "--pad")
         try:
             sources.append(Source(weight=weight, data=IndexedDataset(prefix)))
         except (ValueError, OSError) as error:
@@ -155,7 +156,7 @@ def open_document_corpus(
     turn.
 
     vocab_size: that of --vocab-size, at least the tokenizer's number of ids, which is the default.
-    read: opens one path. Raises ValueError, naming the flag, for what does not fit.
+    read: opens one path. Raises UsageError for what does not fit.
     """
     sources = [Source(weight=weight, data=read(path)) for weight, path in _parse(data_path)]
     facts = tokenizer.kind, tokenizer.vocab_size, tokenizer.fingerprint
@@ -168,8 +169,8 @@ def open_document_corpus(
 def _parse(data_path: Sequence[str]) -> list[tuple[Fraction, str]]:
     """[(weight, prefix or file)]"""
     if not data_path:
-        allowed = "given: the prefix of a .bin and .idx pair, or with {} documents, such as a file "
-        raise UsageError(PATH, None, f"{allowed}of JSON lines", "--pad")
+        allowed = "given: the prefix of a .bin and .idx pair, or documents, such as a file of JSON "
+        raise UsageError(PATH, None, f"{allowed}lines, which {{}} reads", "--pad")
     if len(data_path) == 1:
         return [(Fraction(1), data_path[0])]
     try:
@@ -189,7 +190,7 @@ def _agreed_tokenizer(
     UsageError."""
     if not tokenizers:
         if vocab_size is None:
-            allowed = "given: no data set of {} has a .json that says it"
+            allowed = "given: no data set of {} has a .json with the size"
             raise UsageError("--vocab-size", None, allowed, PATH)
         return vocab_size, ""
     names = ("kind", "vocabulary", "fingerprint")
@@ -197,13 +198,13 @@ def _agreed_tokenizer(
     for other, facts in others:
         for name, ours, theirs in zip(names, expected, facts, strict=True):
             if ours != theirs:
-                allowed = "of one tokenizer, that which the data was made with: they differ in "
-                allowed += f"their {name}, {ours} by {first}, {theirs} by {other}"
-                raise UsageError(PATH, None, allowed)
+                allowed = "of one tokenizer, that which the data was made with: those of {} and {} "
+                allowed += f"differ in their {name}, {ours} and {theirs}"
+                raise UsageError(PATH, None, allowed, first, other)
     _, size, fingerprint = expected
     if vocab_size is not None and vocab_size < size:
-        allowed = f"at least the {size} ids of the tokenizer; that of {{}}, where no flag says it, "
-        allowed += f"needs a tokenizer of at most {vocab_size}"
+        allowed = f"at least the {size} ids of the tokenizer; a model of {{}} with {vocab_size} "
+        allowed += "needs a tokenizer of at most as many"
         raise UsageError("--vocab-size", vocab_size, allowed, "--load")
     return vocab_size or size, fingerprint
 
@@ -213,8 +214,8 @@ def require_sequences(corpus: Corpus[IndexedDataset], *, sentences: bool) -> Non
     for source in corpus.sources:
         if source.data.has_sentences != sentences:
             content, how = ("whole documents", "with") if sentences else ("sentences", "without")
-            allowed = f"one that tools/preprocess_data.py wrote {how} --split-sentences: it holds "
-            raise UsageError(PATH, source.data.prefix, f"{allowed}{content}")
+            allowed = f"one that tools/preprocess_data.py wrote {how} --split-sentences: this data "
+            raise UsageError(PATH, source.data.prefix, f"{allowed}set holds {content}")
 
 
 def find_tokenizer(corpus: Corpus[IndexedDataset]) -> Tokenizer | None:

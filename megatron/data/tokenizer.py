@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron.errors import UsageError
 
-VOCABULARY = "--vocab-file"
+VOCABULARY, TYPE = "--vocab-file", "--tokenizer-type"
 END_OF_DOCUMENT = "<|endoftext|>"
 PAD, UNKNOWN, CLS, SEP, MASK = MARKS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # Marks that end or pad a document, if no file beside a tokenizer.json names one.
@@ -116,11 +116,11 @@ class GPT2BPETokenizer(Tokenizer):
 
         vocab_content = _read(VOCABULARY, vocab_file)
         allowed = "a vocab.json, a JSON object of tokens with the ids 0, 1, 2, ..., or with "
-        allowed += "--tokenizer-type HuggingFaceTokenizer a tokenizer.json"
-        vocabulary: dict[str, int] = _parse_object(vocab_content, vocab_file, allowed)
+        allowed += "{} HuggingFaceTokenizer a tokenizer.json"
+        vocabulary: dict[str, int] = _parse_object(vocab_content, vocab_file, allowed, TYPE)
         ids = list(vocabulary.values())
         if any(type(each) is not int for each in ids) or set(ids) != set(range(len(ids))):
-            raise UsageError(VOCABULARY, vocab_file, allowed)
+            raise UsageError(VOCABULARY, vocab_file, allowed, TYPE)
         missing = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
         if missing or END_OF_DOCUMENT not in vocabulary:
             allowed = (
@@ -136,8 +136,8 @@ class GPT2BPETokenizer(Tokenizer):
                 continue
             left, _, right = line.partition(" ")
             if not {left, right, left + right} <= vocabulary.keys():
-                allowed = f"of the same tokenizer as {VOCABULARY}: line {number}, {line!r}, merges "
-                raise UsageError("--merge-file", merge_file, f"{allowed}no tokens of it")
+                allowed = f"of the same tokenizer as {{}}: line {number}, {{}}, has other tokens"
+                raise UsageError("--merge-file", merge_file, allowed, VOCABULARY, repr(line))
             merges.append((left, right))
         self.files = dict(zip(self.names.values(), (vocab_content, merge_content), strict=True))
         self.vocab_size = len(vocabulary)
@@ -166,7 +166,7 @@ class BertTokenizer(Tokenizer):
         text = _decode(content, VOCABULARY, vocab_file, "UTF-8 text such as BERT's own vocab.txt")
         tokens = text.removesuffix("\n").split("\n")
         if missing := [mark for mark in MARKS if mark not in tokens]:
-            allowed = "a vocab.txt of BERT or of tools/train_tokenizer.py: it lacks the lines "
+            allowed = "a vocab.txt of BERT or of tools/train_tokenizer.py: this lacks the lines "
             raise UsageError(VOCABULARY, vocab_file, f"{allowed}{' '.join(missing)}")
         first: dict[str, int] = {}
         for number, token in enumerate(tokens, start=1):
@@ -184,7 +184,7 @@ class BertTokenizer(Tokenizer):
             allowed = f"{'without' if self.is_lower_case else 'with'} capitals, or read with "
             allowed += f"{{}} {other.kind} where data is made: {capitals} of {letters} tokens with "
             allowed += "letters have capitals"
-            raise UsageError(VOCABULARY, vocab_file, allowed, "--tokenizer-type")
+            raise UsageError(VOCABULARY, vocab_file, allowed, TYPE)
         self.library = build_wordpiece(tokens, is_lower_case=self.is_lower_case)
         self.files = {self.names["vocab_file"]: content}
         self.vocab_size = len(tokens)
@@ -263,7 +263,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         added = {token.content: token for token in library.get_added_tokens_decoder().values()}
         configs = {
-            each: _parse_object(self.files[each], None, "a JSON object", str(others[each]))
+            each: _parse_object(
+                self.files[each], vocab_file, f"one whose {each} beside it is a JSON object"
+            )
             for each in others
         }
 
@@ -299,8 +301,9 @@ class HuggingFaceTokenizer(Tokenizer):
         library.encode_special_tokens = True
         self.library, self.eod = library, vocabulary[end]
         if self.eod in self.encode(f"{end}a{end} {end}"):
-            allowed = "one such as the byte-level BPE of tools/train_tokenizer.py: its text that "
-            raise UsageError(VOCABULARY, vocab_file, f"{allowed}spells {end} becomes the end mark")
+            allowed = "one such as the byte-level BPE of tools/train_tokenizer.py: with this one, "
+            allowed += f"text that spells {end} becomes the end mark"
+            raise UsageError(VOCABULARY, vocab_file, allowed)
         pad, bos = find_mark("pad_token", PAD_MARKS), find_mark("bos_token")
         self.pad_id = None if pad is None else vocabulary[pad]
         self.bos_id = None if bos is None else vocabulary[bos]
@@ -317,7 +320,7 @@ def _find_in_folder(folder: Path, name: str) -> str:
     files = [str(folder / each) for each in GPT2BPETokenizer.names.values()]
     works: tuple[str, ...] = ()
     if all(Path(file).is_file() for file in files):
-        kind = ("--tokenizer-type", GPT2BPETokenizer.kind)
+        kind = (TYPE, GPT2BPETokenizer.kind)
         works = (*kind, VOCABULARY, files[0], "--merge-file", files[1])
     raise UsageError(VOCABULARY, folder, allowed, works=works)
 
@@ -361,24 +364,21 @@ def _read(flag: str, file: str | None) -> bytes:
     """Content of the flag's file; UsageError without one."""
     if file is None:
         raise UsageError(flag, None, "given: it names a file of the tokenizer")
+    if Path(file).is_dir():
+        raise UsageError(flag, file, "a file, or with {} HuggingFaceTokenizer a folder", TYPE)
     if not Path(file).is_file():
-        allowed = "a file that exists"
-        if Path(file).is_dir():
-            allowed = "a file, or with --tokenizer-type HuggingFaceTokenizer a folder"
-        raise UsageError(flag, file, allowed)
+        raise UsageError(flag, file, "a file that exists")
     return Path(file).read_bytes()
 
 
-def _parse_object(
-    content: bytes, file: str | None, allowed: str, flag: str = VOCABULARY
-) -> dict[str, Any]:
-    """flag, file, allowed: for the UsageError of a content that is no JSON object."""
+def _parse_object(content: bytes, file: str | None, allowed: str, *others: str) -> dict[str, Any]:
+    """file, allowed, others: for the UsageError of a content that is no JSON object."""
     try:
         value: Any = json.loads(content)
     except ValueError as error:
-        raise UsageError(flag, file, f"{allowed} ({error})") from error
+        raise UsageError(VOCABULARY, file, f"{allowed} ({error})", *others) from error
     if not isinstance(value, dict):
-        raise UsageError(flag, file, allowed)
+        raise UsageError(VOCABULARY, file, allowed, *others)
     return value
 
 
@@ -399,7 +399,7 @@ def build_tokenizer(kind: str, vocab_file: str | None, merge_file: str | None) -
     maker = _maker(kind)
     if merge_file is not None and "merge_file" not in maker.names:
         allowed = f"left out with {{}} {kind}"
-        raise UsageError("--merge-file", merge_file, allowed, "--tokenizer-type")
+        raise UsageError("--merge-file", merge_file, allowed, TYPE)
     files = {"vocab_file": vocab_file, "merge_file": merge_file}
     return maker(**{parameter: files[parameter] for parameter in maker.names})
 
@@ -430,5 +430,5 @@ def file_flags(kind: str) -> str:
 
 def _maker(kind: str) -> Maker:
     if kind not in TOKENIZERS:
-        raise UsageError("--tokenizer-type", kind, " or ".join(TOKENIZERS))
+        raise UsageError(TYPE, kind, " or ".join(TOKENIZERS))
     return TOKENIZERS[kind]

@@ -62,17 +62,17 @@ class TextSamples(Callback):
         begin = getattr(config.data, "begin_token", None)
         before = [] if begin is None else [tokenizer.token_id(begin)]
         self.texts, self.tokens = [], []
-        for where, content in of_file(file, FLAG).items():
+        for number, content in enumerate(of_file(file, FLAG).values(), start=1):
             try:
                 self.texts.append(content.decode())
             except UnicodeDecodeError as error:
-                raise ValueError(f"{where} is not UTF-8 text: {error}") from error
+                allowed = f"UTF-8 text, which line {number} is not ({error})"
+                raise UsageError(FLAG, file, allowed) from error
             self.tokens.append([*before, *tokenizer.encode(self.texts[-1])])
             if len(self.tokens[-1]) >= length:
-                raise ValueError(
-                    f"{where}: {len(self.tokens[-1])} tokens leave no room for a new one; a prompt "
-                    f"of at most {length - 1} works with --seq-length {length}"
-                )
+                allowed = f"of prompts of at most {length - 1} tokens, which leave room for a new "
+                allowed += f"one of {{}} {length}: line {number} has {len(self.tokens[-1])}"
+                raise UsageError(FLAG, file, allowed, "--seq-length")
         self.tokenizer, self.length = tokenizer, length
         self.sampling = Sampling(NEW_TOKENS, top_k=TOP_K, seed=config.training.seed)
 

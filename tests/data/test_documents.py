@@ -5,6 +5,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import megatron.data.documents as module
 from megatron.data import cache
 from megatron.data.documents import Documents, open_documents
+from megatron.errors import UsageError
 from tests.data.samples import write_data
 from tests.files import failing
 from tests.refusals import refusal
@@ -155,7 +157,7 @@ def test_change_while_opened(
     ("a.jsonl", '{"body": "x"}', "--json-key"),
     ("a.json", '[{"text": "x"}, {"text": "y"}]', "--dataset-name"),
     ("a.json", '[\n{"text": "x"},\n{"text": "y"}\n]\n', "--dataset-name"),
-    ("a.jsonl.gz", "{}", "/a.jsonl, "), ("a.json.zst", "{}", "/a.json, "),
+    ("a.jsonl.gz", "{}", "/a.jsonl works"), ("a.json.zst", "{}", "/a.json works"),
     ("a.txt", "{}", "--dataset-name"), ("a.csv", "a", ".jsonl"),
     ("absent.jsonl", None, "absent"), ("packed", None, "--pad"),
 ])  # fmt: skip
@@ -163,4 +165,5 @@ def test_refusals(tmp_path: Path, name: str, content: str | None, named: str) ->
     write_data(tmp_path / "packed", [[1, 2, 0]])
     if content is not None:
         (tmp_path / name).write_text(content)
-    refusal(lambda: open_documents(str(tmp_path / name)), named, field="--data-path")
+    opened = partial(open_documents, str(tmp_path / name))
+    refusal(opened, named, field="--data-path", kind=UsageError)

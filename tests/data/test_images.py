@@ -122,7 +122,7 @@ def test_a_packed_file_travels_alone(tmp_path: Path, folder: Path) -> None:
         content = bytearray(whole)
         content[byte] ^= 1
         file.write_bytes(content)
-        refusal(lambda: open_images(file, SIDE), "images.pack", kind=DataError)
+        refusal(lambda: open_images(file, SIDE), "images.pack", kind=DataError | UsageError)
 
 
 def test_changes_are_functions_of_seed_and_number(folder: Path) -> None:
@@ -197,6 +197,6 @@ def test_broken_images_are_counted_and_named(folder: Path) -> None:
     for name in ("03.png", "05.png"):
         file = folder / "train" / "cat" / name
         file.write_bytes(file.read_bytes()[:200])
-    refusal(lambda: open_images(folder, SIDE), "3 files", "03.png", kind=DataError)
+    refusal(lambda: open_images(folder, SIDE), "3 files", "03.png", kind=UsageError)
     lose("train/cat/0[035].png")(folder)
     assert len(open_images(folder, SIDE).split("training")) == 2 * COUNT - 3

@@ -14,7 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron.data.documents import open_documents
+from megatron.data.files import DataError
 from megatron.data.map_style import ColumnDocuments, open_map_style, open_named
+from megatron.errors import UsageError
 from tests.refusals import refusal
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -250,9 +252,8 @@ def test_cache_is_no_data(tmp_path: Path, datasets_cache: Path) -> None:
 
 
 def test_object_without_access_by_row() -> None:
-    error = refusal(lambda: ColumnDocuments("mine", table(["a"]).to_iterable_dataset(), "text"))
-    assert str(error).startswith("mine is a IterableDataset")
-    assert "python tools/stream_to_jsonl.py" in str(error)
+    stream, named = table(["a"]).to_iterable_dataset(), "python tools/stream_to_jsonl.py"
+    refusal(lambda: ColumnDocuments("mine", stream, "text"), "IterableDataset", named, field="mine")
 
 
 def cut(folder: Path) -> Path:
@@ -313,7 +314,8 @@ REFUSED = [(open_map_style, *row) for row in PATHS] + [(open_named, *row) for ro
 def test_refusals(tmp_path: Path, number: int) -> None:
     open_it, make, more, flag = REFUSED[number]
     path = str(make(tmp_path))
-    error = refusal(lambda: open_it(path, **more), field=flag, lines=1)
+    kind = DataError if make is cut else UsageError
+    error = refusal(lambda: open_it(path, **more), field=flag, kind=kind, lines=1)
     if make is saved and not more:
         assert "--data-path" in str(error)
     if more:  # without it the path is read
