@@ -74,7 +74,8 @@ def train(model: Any, plan: str, mesh: api.Mesh, steps: int) -> Iterator[tuple[f
 def recompute(model: Any) -> None:
     """Layers recompute their activations in the backward."""
     enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})  # its name until 5.17
+    enable = enable or model.gradient_checkpointing_enable  # its name in 5.17
+    enable({"use_reentrant": False})
 
 
 def main() -> None:

@@ -26,13 +26,20 @@ class UsageError(ValueError):
         self, flag: str, value: object, allowed: str, *others: str, works: object = ()
     ) -> None:
         super().__init__(flag, value, allowed, *others)  # a copy for another rank is made from them
-        self.flag, self.field, self.value, self.others = flag, field_of(flag), value, others
+        self.flag, self.value, self.others = flag, value, others
         self.allowed = allowed.format(*others) if others else allowed
         self.works: tuple[str, ...] = works if isinstance(works, tuple) else (flag, str(works))
 
     def __str__(self) -> str:
         given = self.flag if self.value is None else f"{self.flag} {self.value}"
         return _message(given, self.allowed, shlex.join(self.works))
+
+    def about(
+        self, flag: str, value: object, *, before: str = "", after: str = "", works: object = ()
+    ) -> "UsageError":
+        """The same of another flag or value, with text before and after `allowed`."""
+        allowed = f"{before}{self.args[2]}{after}"
+        return UsageError(flag, value, allowed, *self.others, works=works)
 
     def in_toml(self, kinds: Mapping[str, Any], given: str | None = None) -> str:
         """The message for a setting in a TOML file. kinds: types of the settings that may stand
@@ -99,7 +106,9 @@ def by_flag(words: Iterable[str]) -> list[list[str]]:
 
 def setting(field: str, value: Any) -> str:
     """The spelling of a field and its value in a TOML file: append_eod = false."""
-    return f"{field} = {json.dumps(value, default=str, ensure_ascii=False)}"
+    is_number = isinstance(value, float)  # which TOML spells as Python does: nan, inf
+    text = str(value) if is_number else json.dumps(value, default=str, ensure_ascii=False)
+    return f"{field} = {text}"
 
 
 def line_of(
@@ -108,18 +117,25 @@ def line_of(
     """A flag and its values as a line of a TOML file: append_eod = false for --no-append-eod; None
     if the file cannot hold it. kinds: types of the file's settings. is_named: a flag without a
     value stands for its setting, and not for the value true."""
-    field, values = field_of(words[0]), [_typed(each) for each in words[1:]]
+    field, values = field_of(words[0]), words[1:]
     turned_off = field.removeprefix("no_")
     if field not in kinds:
         return setting(turned_off, False) if turned_off in kinds and not values else None
+    parts = _parts(kinds[field])
     if not values:
-        is_switch = bool in (kinds[field], *get_args(kinds[field]))
-        return setting(field, True) if is_switch and not is_named else field
+        return setting(field, True) if bool in parts and not is_named else field
+    if not parts.isdisjoint((int, float)):
+        values = [*map(_number, values)]
     return setting(field, values if len(values) > 1 else values[0])
 
 
-def _typed(value: Any) -> Any:
-    """A number stays a number in a file; any other argument is text."""
+def _parts(kind: Any) -> set[Any]:
+    """The types within a type: int and None for int | None."""
+    return {kind}.union(*map(_parts, get_args(kind)))
+
+
+def _number(value: Any) -> Any:
+    """The number that an argument spells; the argument if it spells none."""
     try:
         number = json.loads(value)
     except (TypeError, ValueError):

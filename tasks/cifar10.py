@@ -91,11 +91,10 @@ def prepare(settings: Settings, manifest: Mapping[str, Any], tokenizer: None) ->
     except UsageError as error:  # which names the flag of the pretraining program
         if error.flag == "--cache-dir":
             raise
-        value = settings.valid_data if error.flag == "--image-size" else error.value
-        allowed = error.allowed
         if error.flag == "--image-size":
             allowed = f"of the model's size, {config.image_size} pixels"
-        raise UsageError("--valid-data", value, allowed) from error
+            raise UsageError("--valid-data", settings.valid_data, allowed) from error
+        raise error.about("--valid-data", error.value) from error
     classes = tuple(packed.classes)
     if config.class_names and config.class_names != classes:
         ours, theirs = (", ".join(names) for names in (classes, config.class_names))

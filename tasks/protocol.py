@@ -415,8 +415,8 @@ class FinetuneSettings:
             try:
                 replace(self, search=(), **values)
             except UsageError as error:
-                allowed = f"values that their flags accept: {error.flag} must be {error.allowed}"
-                raise UsageError("--search", " ".join(self.search), allowed) from error
+                before = f"values that their flags accept: {error.flag} must be "
+                raise error.about("--search", " ".join(self.search), before=before) from error
         return found
 
     @property

@@ -72,17 +72,17 @@ def find_start(config: CheckpointConfig, option: str = "--load") -> Start:
     saved = files.step_folders(config.save) if config.save is not None else []
     if config.load is None:
         if saved:
-            allowed = f"without checkpoints (it has {saved[0].name}), or that of --load"
+            allowed = f"without checkpoints (there is {saved[0].name}), or that of {{}}"
             cure = ("--save", str(config.save), "--load", str(config.save))
-            raise UsageError("--save", config.save, allowed, works=cure)
+            raise UsageError("--save", config.save, allowed, "--load", works=cure)
         return Start()
     load = Path(config.load)
     one = files.one_step(load)
     directory = load.resolve() if one is None else load.resolve().parent
     is_same = config.save is not None and directory == Path(config.save).resolve()
     if config.finetune and is_same:
-        allowed = f"another directory than --load {load}, whose weights --finetune takes"
-        raise UsageError("--save", config.save, allowed, works=f"{config.save}_finetuned")
+        allowed, others = "another directory than {}, where {} starts", ("--load", "--finetune")
+        raise UsageError("--save", config.save, allowed, *others, works=f"{config.save}_finetuned")
     if is_same and one is not None:
         saved = []  # going back on purpose, in the same directory
     folders = [one] if one is not None and one.is_dir() else files.step_folders(load)
@@ -103,9 +103,10 @@ def find_start(config: CheckpointConfig, option: str = "--load") -> Start:
         key = "weights_of" if config.finetune else "run"
         if ours and theirs and ours.get(key) != theirs.get("run"):
             kind = "fine-tuned from" if config.finetune else "of the run of"
-            allowed = f"without checkpoints, or with ones {kind} --load {load}, which "
-            allowed += f"{saved[0].name} is not (--load {config.save} resumes that run)"
-            raise UsageError("--save", config.save, allowed, works=f"{config.save}_2")
+            allowed = f"without checkpoints, or with ones {kind} {{}} {{}}, which {saved[0].name} "
+            allowed += "is not ({} {} resumes that run)"
+            others = "--load", str(load), "--load", str(config.save)
+            raise UsageError("--save", config.save, allowed, *others, works=f"{config.save}_2")
     if config.finetune and saved:
         return Start(folders=tuple(saved))
     both = {folder.resolve(): folder for folder in (*saved, *folders)}.values()

@@ -41,18 +41,15 @@ def at_least(config: Any, **least: int) -> None:
 
 
 def at_most(
-    config: Any, field: str, most: float, name: str, *others: str, works: object = None
+    config: Any, field: str, most: float, name: str, text: str = "{}", *, works: object = None
 ) -> None:
     """Refuse a value above `most`, the value of another flag or file, whose name is `name`.
 
-    others: see UsageError; the flags of a longer name. works: what works in its place, if not
-    `most`.
+    text: what `most` is, with {} for the name. works: what works in its place, if not `most`.
     """
     value = getattr(config, field)
     if value is not None and not value <= most:
-        allowed, others = (name, others) if others else ("{}", (name,))
-        text = f"at most {allowed} {most}"
-        raise UsageError(flag(field), value, text, *others, works=works or most)
+        raise UsageError(flag(field), value, f"at most {text} {most}", name, works=works or most)
 
 
 def divides(config: Any, field: str, whole: int, name: str) -> None:

@@ -363,7 +363,7 @@ class TrainingParallelConfig(FinetuneParallelConfig):
                 works: Any = fitting[-1] if fitting else (flag(VIRTUAL), "1")
                 raise UsageError(flag(EACH), each, allowed, LAYERS, works=works)
         rounded = f"{of_model} / {stages} stages, rounded:"
-        at_most(self, VIRTUAL, max(1, layers // stages), rounded, LAYERS)
+        at_most(self, VIRTUAL, max(1, layers // stages), LAYERS, rounded)
         most = max(n for n in range(1, layers + 1) if not stages % n)
         at_most(self, STAGES, layers, LAYERS, works=most)
         virtual = self.virtual_stages(layers)
@@ -374,9 +374,9 @@ class TrainingParallelConfig(FinetuneParallelConfig):
         first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
         between = max(0, stages - 2)
         rest = f"{of_model} without those of other stages:"
-        at_most(self, ENDS[0], layers - between - 1, rest, LAYERS)
+        at_most(self, ENDS[0], layers - between - 1, LAYERS, rest)
         most = layers - between - (first or 1)
-        at_most(self, ENDS[1], most, rest, LAYERS)
+        at_most(self, ENDS[1], most, LAYERS, rest)
         if stages == 2 and first is not None and last is not None and last < most:
             allowed = f"the {most} other layers of {of_model}"
             raise UsageError(flag(ENDS[1]), last, allowed, LAYERS, works=most)

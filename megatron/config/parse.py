@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, make_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from megatron.config import help as helps
 from megatron.config.launch import is_first, write_error_file
@@ -144,8 +144,8 @@ def user_errors(
 
 
 _in_force: list[PresetSetting] = []
-"""The settings of presets that no flag has overridden, as the last `parse` left them: an error of
-any part of the program may be about one."""
+"""The settings of presets that no flag has overridden, as the last `parse` left them: a UsageError
+of any part of the program may be about one."""
 
 
 def _by_origin(error: Exception) -> str:
@@ -224,7 +224,7 @@ def parse(
         for each in presets
         if each.name in left
     ]
-    first = [word for each in presets for word in _arguments(each.name, each.value)]
+    first = [word for each in _in_force for word in _arguments(each.name, each.value)]
     if saved is not None and not helps.WORDS & set(words):
         saved_words: list[str] = []
         for key, value in saved([*first, *words]).items():
@@ -238,17 +238,10 @@ def parse(
     try:
         settings: Program = _run_tyro(call, first + words, environ, [*types, "preset"], prog, about)
     except CommandLineError as error:
-        for each in presets:
+        for each in _in_force:
             if fit := _misfit(types[each.key], each.value, _arguments(each.key, each.value)):
                 raise each.error(fit) from None
-        for word, *values in by_flag(words):
-            name, equals, value = word.partition("=")
-            kind_of = types.get(field_of(name))
-            if tuple not in (get_origin(kind_of), *map(get_origin, get_args(kind_of))):
-                del values[0 if equals else 1 :]  # a positional argument may follow
-            if kind_of is not None and (fit := _misfit(kind_of, True, [word, *values])):
-                value = " ".join([*[value] * bool(equals), *values])
-                raise UsageError(name, value or None, fit) from None
+        _check_types(words, types)
         missing = {each for each in required if flag(each) not in spelt}
         if missing and not presets:
             files = {file.stem: read_toml(file) for file in PRESETS.glob("*.toml")}
@@ -285,7 +278,20 @@ def parse_table(program: type[Program], table: Mapping[str, Any]) -> Program:
         raise
 
 
+def _check_types(words: Sequence[str], types: Mapping[str, Any]) -> None:
+    """Raise UsageError for a flag whose value does not have its setting's type."""
+    for word, *values in by_flag(words):
+        name, equals, value = word.partition("=")
+        kind = types.get(field_of(name)) if name.startswith("--") else None
+        if tuple not in (get_origin(kind), *map(get_origin, get_args(kind))):
+            del values[0 if equals else 1 :]  # a positional argument may follow
+        if kind is not None and (fit := _misfit(kind, True, [word, *values])):
+            value = " ".join([*[value] * bool(equals), *values])
+            raise UsageError(name, value or None, fit) from None
+
+
 _WORDS = {int: "an integer", float: "a number", str: "text", Path: "a path"}
+_SEVERAL = {int: "integers", float: "numbers", str: "texts", Path: "paths"}
 
 
 def _misfit(kind: Any, value: Any, words: Sequence[str]) -> str | None:
@@ -299,19 +305,22 @@ def _misfit(kind: Any, value: Any, words: Sequence[str]) -> str | None:
         _run_tyro(
             functools.partial(tyro.cli, make_dataclass("one", [(field, kind)])), words, {}, ()
         )
-    except CommandLineError as error:
-        return _described(kind) or f"a value of its type: {error}"
+    except CommandLineError:
+        return _described(kind)
     return None
 
 
-def _described(kind: Any) -> str | None:
-    """A setting's type in words, if it has any."""
-    parts = [each for each in get_args(kind) if each not in (type(None), ...)]
+def _described(kind: Any) -> str:
+    """A setting's type in words."""
+    parts = [each for each in get_args(kind) if each is not type(None)]
     if get_origin(kind) is Literal:
         return " or ".join(map(str, parts))
+    if get_origin(kind) is tuple and parts[0] in _SEVERAL:
+        count = "" if ... in parts else f"{len(parts)} "
+        return f"{count}{_SEVERAL[parts[0]]}"
     if parts:  # a value that may be left out, or several
         return _described(parts[0])
-    return _WORDS.get(kind)
+    return _WORDS.get(kind, "a value of its type")
 
 
 def parse_part(part: type[Program], argv: Sequence[str], environ: Mapping[str, str]) -> Program:
@@ -319,7 +328,11 @@ def parse_part(part: type[Program], argv: Sequence[str], environ: Mapping[str, s
     import tyro
 
     call = functools.partial(tyro.cli, part, return_unknown_args=True)
-    return _run_tyro(call, argv, environ, ())[0]
+    try:
+        return _run_tyro(call, argv, environ, ())[0]
+    except CommandLineError:
+        _check_types(argv, {name: kind for name, kind, _ in settings_of(part)})
+        raise
 
 
 def parse_call(
@@ -349,7 +362,12 @@ def parse_call(
         names = list(inspect.signature(functions).parameters)
         call = functools.partial(tyro.cli, later(functions))
     about = functions.values() if isinstance(functions, Mapping) else [functions]
-    return _run_tyro(call, argv, environ, names, None, [*about, examples])
+    try:
+        return _run_tyro(call, argv, environ, names, None, [*about, examples])
+    except CommandLineError:
+        given = functions.get(next(iter(argv), "")) if isinstance(functions, Mapping) else functions
+        _check_types(argv, get_type_hints(given) if given else {})
+        raise
 
 
 def _run_tyro(

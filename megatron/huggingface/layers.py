@@ -256,7 +256,7 @@ class ColumnLinear(ParallelizedModule):
     mode = "output"
     """Result of forward. "output": as the plan says. "input": the input, for an output layer whose
     loss `loss` computes. "own columns": this rank's columns, even if the plan gathers them."""
-    input: Tensor | None = None  # the input, if mode is "input"
+    kept_input: Tensor | None = None  # if mode is "input"
     shared_input: SharedInput  # also of other column layers that read the same tensor
     rows_in_use: slice | None = None  # of a whole weight
     head_index: list[int] | None = None  # the head in use of each query head, see layers_llama.py
@@ -299,7 +299,7 @@ class ColumnLinear(ParallelizedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mode == "input":
-            self.input = x
+            self.kept_input = x
             return x
         y = self.columns(x)
         if not self.style.gather or self.mode == "own columns":

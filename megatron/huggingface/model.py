@@ -57,8 +57,8 @@ def _refused(config: HuggingFaceConfig, allowed: str) -> Iterator[None]:
         (reason, *_) = str(error).strip().splitlines() or [type(error).__name__]
         reason = shorten(reason.partition(". ")[0], 300)  # transformers lists all models it knows
         if isinstance(error, PlanError) and config.plan != "auto":
-            allowed = f"a plan that fits --hf-model {config.hf_model}: {reason}"
-            raise UsageError("--plan", None, allowed, works="auto") from error
+            allowed, others = "one that fits {} {}: {}", ("--hf-model", config.hf_model, reason)
+            raise UsageError("--plan", None, allowed, *map(str, others), works="auto") from error
         raise UsageError("--hf-model", config.hf_model, f"{allowed}: {reason}") from error
 
 
@@ -89,9 +89,9 @@ class HuggingFace(nn.Module):
         if config.recompute_granularity == "full":
             contexts = {"context_fn": lambda: (nullcontext(), self.recomputing())}
             with _refused(config, "one that recomputes its layers"):
-                recomputes = getattr(model, "activation_checkpointing_enable", None)
-                recomputes = recomputes or model.gradient_checkpointing_enable  # its name in 5.17
-                recomputes({"use_reentrant": False, **contexts})
+                enable = getattr(model, "activation_checkpointing_enable", None)
+                enable = enable or model.gradient_checkpointing_enable  # its name in 5.17
+                enable({"use_reentrant": False, **contexts})
         self.has_window = has_window(model.config.get_text_config().to_dict())
         self._replace_dropout(model, factory)
         use_own_kernels(model)
@@ -214,10 +214,10 @@ class HuggingFace(nn.Module):
                     setattr(module, name, buffer.to(device))
         try:
             logits: Tensor = self.model(**({"use_cache": False} | arguments)).logits
-            is_input = isinstance(head, ColumnLinear) and logits is head.input
+            is_input = isinstance(head, ColumnLinear) and logits is head.kept_input
         finally:
             if isinstance(head, ColumnLinear):
-                head.mode, head.input = "output", None
+                head.mode, head.kept_input = "output", None
         if self.reads == "input" and not is_input:
             # The model scales or caps its logits, which also works on one rank's columns.
             self.reads = "own columns"

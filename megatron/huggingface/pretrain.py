@@ -36,7 +36,7 @@ class PretrainUnmodifiedConfig(PretrainConfig):
         left_out(self.parallel, "sequence_parallel", reason)
         super().check(world_size)
         if (positions := self.model.positions) is not None:
-            at_most(self.data, "seq_length", positions, "the positions of {},", "--hf-model")
+            at_most(self.data, "seq_length", positions, "--hf-model", "the positions of {},")
         resets = [
             getattr(self.data, f"reset_{each}", False)
             for each in ("position_ids", "attention_mask")

@@ -27,14 +27,15 @@ def agree(mesh: Mesh, action: Callable[[], T], what: str = "saving") -> list[T]:
     try:
         value = action()
     except Exception as error:
-        is_bug = not isinstance(error, OSError)
-        text = f"{type(error).__name__}: {error}" if is_bug else str(error)
-        failure, cause = (is_bug, f"on rank {mesh.describe_rank()}: {text}"), error
+        is_expected = isinstance(error, OSError)
+        text = str(error) if is_expected else f"{type(error).__name__}: {error}"
+        failure, cause = (is_expected, f"on rank {mesh.describe_rank()}: {text}"), error
     outcomes: list[Any] = mesh.control.gather((value, failure))
     if failures := [each for _, each in outcomes if each is not None]:
         more = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
-        is_bug, text = failures[0]  # whose traceback is needed
-        raise (OSError if is_bug else AgreedOSError)(f"{what} failed {text}{more}") from cause
+        is_expected, text = failures[0]
+        kind = AgreedOSError if is_expected else OSError  # whose traceback is needed
+        raise kind(f"{what} failed {text}{more}") from cause
     return [outcome for outcome, _ in outcomes]
 
 

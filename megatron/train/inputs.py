@@ -195,19 +195,20 @@ def open_image_inputs(config: PretrainViTConfig) -> Inputs:
     """Raises as open_inputs does. The first start packs the images."""
     data, model, seed = config.data, config.model, config.training.seed
     if not data.data_path:
-        raise UsageError("--data-path", None, "given, or else --mock-data", works="cifar10")
+        raise UsageError("--data-path", None, "given, or else {}", "--mock-data", works="cifar10")
     beside = None if data.cache_dir is None else Path(data.cache_dir)
     packed = open_images(
         Path(data.data_path[0]), model.image_size, beside=beside, workers=data.num_workers
     )
     classes = len(packed.classes)
     if (given := model.num_classes) is not None and given < classes:
-        allowed = f"at least {classes}, the classes of --data-path"
-        raise UsageError("--num-classes", given, allowed, works=classes)
+        allowed = f"at least {classes}, the classes of {{}}"
+        raise UsageError("--num-classes", given, allowed, "--data-path", works=classes)
     names = tuple(packed.classes)
     if model.class_names and model.class_names != names:  # each column of the head is of one class
-        value, allowed = " ".join(model.class_names), f"those of --data-path: {' '.join(names)}"
-        raise UsageError("--class-names", value, allowed, works=("--class-names", *names))
+        value, others = " ".join(model.class_names), ("--data-path", " ".join(names))
+        works = ("--class-names", *names)
+        raise UsageError("--class-names", value, "those of {}: {}", *others, works=works)
     source = Source(weight=Fraction(1), data=packed)
     return Inputs(
         corpus=Corpus(sources=(source,), vocab_size=given or classes, eod=None, fingerprint=""),

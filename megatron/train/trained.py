@@ -19,13 +19,13 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse_part
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.tokenizer import (
+    TOKENIZERS,
     Tokenizer,
     build_tokenizer,
-    file_flags,
     file_names,
     read_tokenizer,
 )
-from megatron.errors import UsageError
+from megatron.errors import UsageError, flag
 from megatron.models.registry import config_of, find_kind, text_kinds
 
 if TYPE_CHECKING:
@@ -86,16 +86,20 @@ def open_trained(
     tokenizer = tokenizer_in(path, manifest, kind) if not given_files else None
     if given_files:
         tokenizer = build_tokenizer(kind, config.vocab_file, config.merge_file)
+    first, *others = map(flag, TOKENIZERS[kind].names)
+    with_others = " with {}" * len(others)
     if tokenizer is None:
-        raise UsageError(file_flags(kind), None, f"given, as {path} holds no tokenizer")
+        allowed = f"given{with_others}, as {{}} holds no tokenizer"
+        raise UsageError(first, None, allowed, *others, str(path))
     expected, fingerprint, wrong = manifest["tokenizer"], tokenizer.fingerprint, ""
     if expected not in ("", fingerprint):
         wrong = f"fingerprint {expected[:12]}, not {fingerprint[:12]}"
     if not expected and tokenizer.vocab_size > manifest["vocab_size"]:  # no tokenizer was imported
         wrong = f"at most {manifest['vocab_size']} ids, not {tokenizer.vocab_size}"
     if wrong:
-        allowed = f"that of the model in {path}: {wrong}"
-        raise UsageError(file_flags(kind), " ".join(given_files) or f"in {path}", allowed)
+        given_file = given_files[0] if given_files else f"in {path}"
+        allowed = f"that of the model in {{}}{with_others}: {wrong}"
+        raise UsageError(first, given_file, allowed, str(path), *others)
 
     # The end marks beside its weights: one or several eos_token_id.
     files = hf_files(path, HF_PREFIX, ("generation_config.json", "config.json"))

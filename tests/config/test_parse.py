@@ -35,7 +35,7 @@ from megatron.config.pretrain import (
 )
 from megatron.errors import CommandLineError, UsageError
 from megatron.train.signals import SIGNALS, StopSignals
-from tests.refusals import field_of, refusal
+from tests.refusals import refusal
 
 MODEL = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=4"]
 SMALL = [*MODEL, "--train-iters=3"]
@@ -164,6 +164,8 @@ def test_what_a_preset_has_is_refused_and_cured_as_lines_of_its_file(
         ("loss_scale = 8\nfp16 = true", "--no-fp16", (1, "loss_scale = 8"), None, ""),
         ("min_lr = 1.0\nlr = 0.5", "", (1, "min_lr = 1.0"), "min_lr = 0.5", "lr = 0.5 (line 2)"),
         ("lr = 0.5", "--min-lr 1", None, "--min-lr 0.5", "lr = 0.5 (line 1)"),
+        ('loss_scale = "x"', "--loss-scale 8 --fp16 --seed -1", None, "", ""),
+        ('lr_decay_style = "cos"', "--lr-decay-style linear --seed x", None, "", ""),
         ("pad = true\nreset_position_ids = true", "", (2, "reset_position_ids = true"),
          "reset_position_ids = false", "pad = true (line 1)"),
         ("bf16 = true\nfp16 = true", "", (2, "fp16 = true"), "fp16 = false",
@@ -265,13 +267,15 @@ def test_functions_and_subcommands() -> None:
     words = ["--source", "a", "--quiet"]
     assert parse_call(convert, words, {})() == ("a", 1, True)
     assert parse_call(both, ["again", *words, "--count=2"], {})() == ("a", 2, True)
-    for functions, arguments, flag in (
-        (convert, [], "--source"),
-        (convert, [*words, "--count", "x"], "--count"),
-        (convert, [*words, "--cont", "2"], "--cont"),
-        (both, ["convert", *words, "--cont", "2"], "--cont"),
+    for functions, arguments, flag, kind in (
+        (convert, [], "--source", CommandLineError),
+        (convert, [*words, "--count", "x"], "--count", UsageError),
+        (convert, [*words, "--cont", "2"], "--cont", CommandLineError),
+        (both, ["convert", *words, "--cont", "2"], "--cont", CommandLineError),
+        (both, ["again", *words, "--count", "x"], "--count", UsageError),
     ):
-        assert field_of(refusal(lambda f=functions, a=arguments: parse_call(f, a, {}))) == flag
+        call = partial(parse_call, functions, arguments, {})
+        refusal(call, "an integer" if kind is UsageError else "", field=flag, kind=kind)
 
 
 @dataclass
@@ -279,6 +283,8 @@ class Settings:
     count: int
     name: str = "a"
     files: tuple[Path, ...] = ()
+    pair: tuple[float, float] | None = None
+    counts: tuple[int, ...] = ()
     quiet: bool = False
     shown: bool | None = None
 
@@ -286,17 +292,21 @@ class Settings:
 def test_a_table_of_a_file_becomes_settings() -> None:
     table = {"count": 2, "name": 7, "files": ["x", "y"], "quiet": True, "shown": False}
     assert parse_table(Settings, {"count": 2}) == Settings(2)
-    assert parse_table(Settings, table) == Settings(2, "7", (Path("x"), Path("y")), True, False)
+    assert parse_table(Settings, table) == Settings(
+        2, "7", (Path("x"), Path("y")), quiet=True, shown=False
+    )
     for key, value, kind in (
         ("count", "x", "an integer"),
         ("count", True, "an integer"),
         ("name", [1, 2], "text"),
+        ("pair", [1, 2, 3], "2 numbers"),
+        ("counts", ["x"], "integers"),
         ("quiet", "true", "true or false"),
         ("shown", 1, "true or false"),
     ):
         wrong = {**table, key: value}
         error = refusal(lambda given=wrong: parse_table(Settings, given), kind=UsageError)
-        assert (error.field, error.value, error.allowed) == (key, value, kind)
+        assert (error.flag, error.value, error.allowed) == (f"--{key}", value, kind)
 
 
 def test_another_rank_prints_after_rank_0_would_have_ended_it(

@@ -62,7 +62,7 @@ def find_folder(name: str) -> Path:
     try:
         return fetch(name)
     except UsageError as error:
-        raise UsageError("--from", name, error.allowed) from error
+        raise error.about("--from", name) from error
 
 
 def split_folder(folder: Path, has_tokenizer: bool) -> tuple[dict[str, bytes], list[str]]:
@@ -101,7 +101,7 @@ def describe(options: Mapping[str, Any], file: Path) -> Description:
             raise UsageError("vocab_size", json.dumps(vocab_size), "a whole number")
         return Description(family, config, vocab_size)
     except UsageError as error:
-        raise UsageError(f"{file}: {error.flag}", error.value, error.allowed) from error
+        raise error.about(f"{file}: {error.flag}", error.value) from error
 
 
 def _family(options: Mapping[str, Any]) -> Family:

@@ -226,7 +226,7 @@ class Family:
         except UsageError as error:
             names = {flag(key.ours): key.theirs for key in self.keys if key.ours}
             name = names.get(error.flag, error.flag)
-            raise UsageError(name, error.value, error.allowed) from error
+            raise error.about(name, error.value) from error
         for key in self.keys:  # a number that equals the default of our field is left to it
             if key.implied:
                 without = replace(config, **{key.ours: None})

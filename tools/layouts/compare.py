@@ -190,7 +190,7 @@ def plan(config: Any, precision: str, names: Sequence[str], folder: Path) -> dic
         try:
             jobs[layout.name].config.check(layout.ranks)
         except UsageError as error:  # its suggestion may be refused here, so it is dropped
-            cause = UsageError(error.flag, error.value, error.allowed)
+            cause = error.about(error.flag, error.value)
             raise ValueError(f"layout {layout.name}: {cause}") from None
     open_samples(config)
     return jobs

@@ -62,7 +62,7 @@ def picture(*, layout: str, output: Path | None = None) -> None:
         blocks = read(parse_layout(layout))
     except UsageError as error:
         works = ("--layout", *error.works) if error.works else ()
-        raise UsageError("--layout", layout, error.allowed, works=works) from None
+        raise error.about("--layout", layout, works=works) from None
     if output is None:
         print(table(blocks))
     else:
@@ -87,7 +87,7 @@ def read(layout: Layout) -> Blocks:
     try:
         TrainingParallelConfig(**layout.settings)
     except UsageError as error:
-        cause = UsageError(error.flag, error.value, error.allowed)
+        cause = error.about(error.flag, error.value)
         raise UsageError("LAYOUT", layout.name, f"one that pretrain.py takes ({cause})") from None
 
     from tools.layouts.blocks import read_blocks

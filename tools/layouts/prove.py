@@ -296,4 +296,4 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         except UsageError as error:  # of a config of pretrain.py, whose cure would be its flags
             if error.flag != "--hf-model":
                 raise
-            raise UsageError("--model", error.value, error.allowed) from None
+            raise error.about("--model", error.value) from None

@@ -89,8 +89,8 @@ def check(config: PretrainConfig, gpus: int) -> None:
         config.check(gpus)
     except UsageError as error:
         if (found := nearest(config, gpus)) is not None:
-            allowed = f"{error.allowed}; on {gpus} GPUs"
-            raise UsageError(error.flag, error.value, allowed, works=sizes(found)) from error
+            after, works = f"; on {gpus} GPUs", sizes(found)
+            raise error.about(error.flag, error.value, after=after, works=works) from error
         if nearest(config, 1) is None:  # the error has nothing to do with the layout
             raise
         each = gpus - 1
