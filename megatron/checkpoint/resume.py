@@ -81,8 +81,8 @@ def find_start(config: CheckpointConfig, option: str = "--load") -> Start:
     directory = load.resolve() if one is None else load.resolve().parent
     is_same = config.save is not None and directory == Path(config.save).resolve()
     if config.finetune and is_same:
-        allowed, others = "another directory than {}, where {} starts", ("--load", "--finetune")
-        raise UsageError("--save", config.save, allowed, *others, works=f"{config.save}_finetuned")
+        allowed, flags = "another directory than {}, where {} starts", ("--load", "--finetune")
+        raise UsageError("--save", config.save, allowed, *flags, works=f"{config.save}_finetuned")
     if is_same and one is not None:
         saved = []  # going back on purpose, in the same directory
     folders = [one] if one is not None and one.is_dir() else files.step_folders(load)
