@@ -50,7 +50,7 @@ def test_unknown_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wikitext_is_read_by_article(tmp_path: Path) -> None:
     file = tmp_path / "wiki.tokens"
     file.write_text(WIKI)
-    one, two = READERS["wikitext"](file)
+    one, two = READERS["wikitext"](file, "--wikitext-data")
     assert one == " = One = \n \n Text of one . \n = = Part = = \n "
     assert two == " = Two = \n Text of two . \n"
 
@@ -59,7 +59,7 @@ def test_wikitext_is_read_by_article(tmp_path: Path) -> None:
 def test_passages_are_kept_as_they_are(tmp_path: Path, form: str) -> None:
     file = tmp_path / "lambada"
     file.write_text("".join(form.format(text) + "\n" for text in ("a  b", " c d ")))
-    assert READERS["lambada_openai"](file) == ["a  b", " c d "]
+    assert READERS["lambada_openai"](file, "--lambada-data") == ["a  b", " c d "]
 
 
 @pytest.mark.parametrize("line", ["{", '{"page": "a"}', '{"text": 1}', "[]", '"text"'])

@@ -163,7 +163,7 @@ def make_model(passages: str, tokenizer: str, output: str) -> None:
     config = GPT2Config(vocab_size=encoder.vocab_size, initializer_range=0.1, **shape)
     model = GPT2LMHeadModel(config)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    texts = READERS["lambada_openai"](Path(passages))[::2]
+    texts = READERS["lambada_openai"](Path(passages), "--lambada-data")[::2]
     for ids in [encoder.encode(text) for text in texts] * 8:
         tokens = torch.tensor([ids[-256:]])
         logits = model(tokens, logits_to_keep=4).logits[0, :-1]

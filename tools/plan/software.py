@@ -309,7 +309,7 @@ def anchored(hardware: Hardware) -> Hardware:
 # Mean errors of plans from datasheets alone against 1,549 measured iterations of GPT-2 on A100s
 # (docs/results/plan.md has a third of them): on one server, and on 8 to 64.
 OF_DATASHEETS = {False: 0.38, True: 0.18}
-# Plans with measured shares of the peaks (the same page).
+# The same page has plans with shares of the peaks that were measured.
 OF_SHARES = "on one H200 such plans were 4 to 19 % off, on several GPUs none was compared"
 FAR = 100  # devices of a ZeRO-3 whose plans were 12 to 47 % too fast
 
