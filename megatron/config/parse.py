@@ -430,9 +430,9 @@ def _run_tyro(
             raise
     if not has_texts:
         return _run_tyro(call, arguments, environ, names, prog, about, has_texts=True)
-    raise CommandLineError(
-        f"the command line does not fit the program\n{message.getvalue().rstrip()}"
-    )
+    _, *lines = map(str.rstrip, message.getvalue().rstrip().splitlines())  # without title and rules
+    text = textwrap.dedent("\n".join(line for line in lines if line.strip("─- ")))
+    raise CommandLineError(text.removesuffix("--help") + helps.ALL * text.endswith("--help"))
 
 
 def _arguments(field: str, value: Any) -> list[str]:
