@@ -108,7 +108,7 @@ def test_another_tokenizer_is_refused(
     given = {} if attached else {name: str(file) for name, file in flags.items()}
     config = TrainedConfig(load=str(folder), **given)
     error = refusal(lambda: open_trained(config, ParallelConfig(), 1))
-    assert field_of(error) == "--vocab-file and --merge-file"
+    assert field_of(error) == "--vocab-file"
 
 
 CONFIG = replace(settings(), model=tiny_config())  # trains to step 3
