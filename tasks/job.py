@@ -135,13 +135,16 @@ def check_models(settings: FinetuneSettings) -> None:
     """Raise UsageError where no model is given, or a setting would be ignored."""
     given, trains = settings.ensemble, bool(settings.train_data)
     if given and settings.load is not None:
-        raise UsageError("--load", settings.load, "left out beside --ensemble")
+        raise UsageError("--load", settings.load, "left out beside {}", "--ensemble")
     if not given and settings.load is None:
         answers = f", or {flag(settings.judged)} FILE" if settings.judged and not trains else ""
-        raise UsageError("--load", None, f"given, or --ensemble{answers}")
+        raise UsageError("--load", None, f"given, or {{}}{answers}", "--ensemble")
     if given and trains:
         raise UsageError(
-            "--ensemble", " ".join(given), "left out beside --train-data, which trains one model"
+            "--ensemble",
+            " ".join(given),
+            "left out beside {}, which trains one model",
+            "--train-data",
         )
     if len(given) == 1:
         warnings.warn(
@@ -152,11 +155,11 @@ def check_models(settings: FinetuneSettings) -> None:
     if not trains:
         refuse_changed(settings, TRAINING, "--train-data")
         if settings.parallel.sequence_parallel:
-            raise UsageError("--sequence-parallel", None, "left out without --train-data")
+            raise UsageError("--sequence-parallel", None, "left out without {}", "--train-data")
         if stage := settings.parallel.stage_of_zero:
             name = "--zero-stage" if settings.parallel.zero_stage else "--use-distributed-optimizer"
             value = stage if settings.parallel.zero_stage else None
-            raise UsageError(name, value, "left out without --train-data")
+            raise UsageError(name, value, "left out without {}", "--train-data")
 
 
 def check_judged(settings: FinetuneSettings) -> None:
@@ -225,11 +228,12 @@ def check_kind(settings: FinetuneSettings, path: Path, manifest: Mapping[str, An
     is_finetuned = manifest["kind"] == FinetunedConfig.kind
     if is_finetuned and settings.train_data:
         raise UsageError(
-            "--load", path, "not fine-tuned yet; without --train-data, it is evaluated"
+            "--load", path, "not fine-tuned yet; without {}, it is evaluated", "--train-data"
         )
     if not is_finetuned and not settings.train_data:
         name = "--ensemble" if settings.ensemble else "--load"
-        raise UsageError(name, path, "fine-tuned, or given with --train-data: its head is random")
+        allowed = "fine-tuned, or given with {}: its head is random"
+        raise UsageError(name, path, allowed, "--train-data")
     positions = manifest["config"]["model"]["max_position_embeddings"]
     at_most(settings, "seq_length", positions, f"the positions of {path},")
 

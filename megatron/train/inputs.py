@@ -173,8 +173,9 @@ def open_bert_data(
         raise UsageError(
             "--vocab-file",
             data.vocab_file,
-            "the vocab.txt of the WordPiece tokenizer that made --data-path, whose marks BERT "
-            f"needs; {other} is beside the data",
+            "the vocab.txt of the WordPiece tokenizer that made {}, whose marks BERT needs; "
+            f"{other} is beside the data",
+            "--data-path",
             works="vocab.txt",
         )
     splits = open_bert_splits(

@@ -71,7 +71,8 @@ def launch(
             for name, values in _DETERMINISTIC.items():
                 value = environ.get(name, values[0])
                 if value.lower() not in map(str.lower, values):
-                    raise UsageError(name, value, f"{' or '.join(values)} with --deterministic")
+                    allowed = f"{' or '.join(values)} with {{}}"
+                    raise UsageError(name, value, allowed, "--deterministic")
                 os.environ[name] = value
             torch.use_deterministic_algorithms(True)  # also for Inductor, which times no kernels
             # Otherwise each new tensor is first filled with NaN, which writes all of it.

@@ -168,7 +168,8 @@ def text(planned: Record) -> str:
         for rank, each in enumerate(planned["stages"])
     ]
     of_stages = [table(stages)] if len(stages) > 1 else []
-    whole = [table([planned["run"]])] if "run" in planned else []
+    run = {name: value for name, value in planned.get("run", {}).items() if value is not None}
+    whole = [table([run])] if run else []
     return "\n\n".join(
         [summary(planned), *whole, *of_stages, *map(table, tables), NOT_SUMS, table(calls)]
     )
