@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from megatron.data.batch import Batch
+from megatron.parallel.agree import AgreedError
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.compare import listed
 from megatron.parallel.mesh import Axis, Mesh
@@ -37,7 +38,7 @@ FACTOR = 0x9E3779B97F4A7C15 - 2**64
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by bytes per element
 
 
-class ReplicaDrift(Exception):  # noqa: N818
+class ReplicaDrift(AgreedError):  # noqa: N818
     """Ranks that should hold the same hold different values; every rank raises the same error.
 
     names: of all values that differ, tensors first. axes: those along which the first one differs.
