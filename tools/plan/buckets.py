@@ -7,11 +7,11 @@ sizes of its parameters as GradientBuckets (megatron/parallel/buckets.py) divide
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import accumulate, groupby
+from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.pretrain import PretrainConfig
 from megatron.parallel.axes import INNER, OUTER, UNIONS
 from megatron.parallel.bucket import ALIGNMENT
-from megatron.parallel.buckets import BUCKET_BYTES, IN_FLIGHT
+from megatron.parallel.buckets import BUCKET_BYTES, IN_FLIGHT, SMALL
 from megatron.parallel.mesh import ALONE, Axis
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan, consecutive
 from megatron.parallel.sharding import sharding_specs
@@ -55,16 +55,13 @@ class Parameter(NamedTuple):
 
 
 class PlannedBucket(NamedTuple):
-    """The first fields are as in megatron.parallel.bucket. numbers: elements without padding.
-    begun, left: as in Copy, of its first gradient."""
+    """The first fields are as in megatron.parallel.bucket. numbers: elements without padding."""
 
     size: int
     axes: Sequence[Axis]
     shared: Axis
     is_of_layer: bool
     numbers: int
-    begun: float
-    left: float
 
     @property
     def own(self) -> int:
@@ -80,8 +77,9 @@ class Model:
     summed. of_stages: axes that join pipeline stages. local: number of parameters of this rank.
     own: of all ranks of its pipeline stage together, without padding; tied ones count at the first
     stage that has them. buckets: each with the fraction of the last backward after which it is
-    full. layers: buckets of each layer, in ZeRO stage 3. agreement: collectives once per step, of
-    the denominators of the loss, its terms, and the gradient norm.
+    full. arrivals: in the order of the backward, each parameter with the number of its bucket.
+    layers: buckets of each layer, in ZeRO stage 3. agreement: collectives once per step, of the
+    denominators of the loss, its terms, and the gradient norm.
     """
 
     rings: Mapping[str, Ring]
@@ -90,37 +88,40 @@ class Model:
     local: int = 0
     own: int = 0
     buckets: Sequence[tuple[float, PlannedBucket]] = ()
+    arrivals: Sequence[tuple[Copy, int]] = ()
     layers: Sequence[Sequence[PlannedBucket]] = ()
     agreement: Counter[Call] = field(default_factory=Counter)
 
-    def whole_gradients(self, *, is_repeated: bool) -> Iterator[tuple[float, float, int]]:
-        """(fraction of the backward, share of a layer's tensors, elements of whole gradients and of
-        sums that arrive) from ZeRO stage 2 on, where they are most: in the forward before and after
-        the head makes gradients, then when a bucket gets its first gradient. is_repeated: whether
+    def whole_gradients(self, *, is_repeated: bool) -> Iterator[tuple[Copy | None, int, int]]:
+        """(parameter; elements of whole gradients and of sums that arrive, while its gradient is
+        added, and from then on) from ZeRO stage 2 on, as in GradientBuckets; first (None, elements
+        before the head makes gradients in the forward, and from then on). is_repeated: whether
         another micro-batch came before, whose last sums nobody has waited for."""
-        ready, buckets = [when for when, _ in self.buckets], [each for _, each in self.buckets]
-        before = len(buckets[-IN_FLIGHT:]) * is_repeated
-        listed = buckets[len(buckets) - before :] + buckets
-        whole = [0, *accumulate(each.size for each in listed)]
-        own = [0, *accumulate(each.own for each in listed)]
-        of_head, summed = sum(each.size for each in buckets if each.begun < 0), before
-        yield from ((0.0, 1.0, whole[before] + own[before] + more) for more in (0, of_head))
-        for number, bucket in enumerate(listed[before:], start=before):
-            if bucket.begun < 0:  # from now on among the first ones
-                of_head -= bucket.size
-                continue
-            # Sums start in the order of completion; one of other axes may end with the first layer.
-            # In a layer, weights may begin a bucket before biases complete the previous one.
-            for is_late in (1, 0):
-                while summed < number and (
-                    ready[summed - before] <= bucket.begun
-                    or (summed < number - is_late and listed[summed].axes == bucket.axes)
-                ):
-                    summed += 1
-                first = max(0, summed - IN_FLIGHT)
-                held = whole[number + 1] - whole[first] + own[summed] - own[first]
-                share = bucket.left if is_late else float(bucket.left > 0)
-                yield bucket.begun, share, held + of_head
+        buckets, following = [each for _, each in self.buckets], 0
+        missing = Counter(number for _, number in self.arrivals)
+        reducing = deque(buckets[-IN_FLIGHT:] * is_repeated)
+        whole, waiting = set[int](), set[int]()  # numbers of buckets; small gradients wait
+
+        def held() -> int:
+            sums = sum(each.size + each.own for each in reducing)
+            return sums + sum(buckets[each].size for each in whole)
+
+        before = held()
+        whole |= {number for each, number in self.arrivals if each.is_head}
+        yield None, before, held()
+        for each, number in self.arrivals:
+            (whole if each.parameter.local > SMALL else waiting).add(number)
+            adding = held()
+            missing[number] -= 1
+            while following < len(buckets) and not missing[following]:
+                if len(reducing) == IN_FLIGHT:
+                    reducing.popleft()
+                whole |= waiting
+                waiting.clear()
+                whole.remove(following)
+                reducing.append(buckets[following])
+                following += 1
+            yield each, adding, held()
 
 
 def axes_of(
@@ -186,15 +187,13 @@ def parameters_of(
 
 class Copy(NamedTuple):
     """A parameter of the rank. layer: its layer, counted from the rank's first one; None outside of
-    layers. begun, ready: the fractions of the last backward before which there is nothing of its
-    gradient, and after which it is complete. begun < 0: the head's, which the forward makes.
-    left: share of its layer's elements whose gradients come with it or later; 0 after layers."""
+    layers. ready: the fraction of the last backward after which its gradient is complete. is_head:
+    whether the forward makes a gradient of it."""
 
     parameter: Parameter
     layer: int | None
-    begun: float
     ready: float
-    left: float
+    is_head: bool = False
 
 
 def _copied(listed: Sequence[Parameter], layers: int) -> Iterator[Copy]:
@@ -204,16 +203,20 @@ def _copied(listed: Sequence[Parameter], layers: int) -> Iterator[Copy]:
     head = max(outside[::-1], key=lambda each: each.local, default=None)
     for is_of_layer, group in groupby(listed, key=lambda each: each.is_of_layer):
         own = [*group]
-        left = [*accumulate(each.local for each in own)]
         for layer in range(layers) if is_of_layer else [None]:
-            if layer is None:
-                for each in own:
-                    yield Copy(each, None, -1.0 if each is head else ready, ready, 1 - ready)
-            else:
-                begun, when = 1 - (layer + 1) / layers, 1 - layer / layers
-                for each, elements in zip(own, left, strict=True):
-                    yield Copy(each, layer, begun, when, elements / left[-1])
+            when = ready if layer is None else 1 - layer / layers
+            yield from (Copy(each, layer, when, each is head) for each in own)
         ready = 0.0 if is_of_layer else ready
+
+
+def _arriving(copies: Sequence[Copy]) -> Iterator[Copy]:
+    """In the order of the backward: the last module first, its weight before its bias."""
+
+    def module(each: Copy) -> tuple[int | None, str]:
+        return each.layer, each.parameter.name.rpartition(".")[0]
+
+    for _, group in groupby(reversed(copies), module):
+        yield from reversed([*group])
 
 
 Key = tuple[int | None, int, tuple[str, ...]]
@@ -270,6 +273,7 @@ def model_of(
     several = {name: own for name, own in names.items() if rings[own].ranks > 1}
     wide = 0 if config.precision.pure_bf16 else WIDE
     buckets = list[tuple[float, PlannedBucket]]()
+    numbers_of = dict[int, int]()  # of buckets, by the id of their parameters
     of_layers: list[list[PlannedBucket]] = [[] for _ in range(layers if zero_stage == 3 else 0)]
     for (unit, _, summed), own in _divided(copied, zero_stage, wide, bucket_bytes, several):
         shared = axes[replicas] if zero_stage and replicas in summed else ALONE
@@ -277,8 +281,8 @@ def model_of(
         size = sum(_round_up(each.parameter.local, ALIGNMENT) for each in own)
         size = _round_up(size, ALIGNMENT * prod(axis.size for axis in over))
         numbers = sum(each.parameter.local for each in own)
-        is_of_layer, begun = unit is not None and unit >= 0, min(each.begun for each in own)
-        bucket = PlannedBucket(size, over, shared, is_of_layer, numbers, begun, own[0].left)
+        bucket = PlannedBucket(size, over, shared, unit is not None and unit >= 0, numbers)
+        numbers_of |= dict.fromkeys(map(id, own), len(buckets))
         buckets.append((max(each.ready for each in own), bucket))
         if bucket.is_of_layer:
             of_layers[unit or 0].append(bucket)
@@ -292,6 +296,7 @@ def model_of(
         local=local,
         own=owned,
         buckets=buckets,
+        arrivals=[(x, numbers_of[id(x)]) for x in _arriving(copied) if id(x) in numbers_of],
         layers=of_layers,
         agreement=Counter(calls),
     )

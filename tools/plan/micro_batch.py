@@ -17,10 +17,11 @@ middle rank does. Inputs are made, as nobody sends them.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache, partial, reduce
+from dataclasses import dataclass, field, replace
+from functools import cache, reduce
 from itertools import pairwise
 from pkgutil import resolve_name
 from typing import Any
@@ -32,7 +33,7 @@ import torch
 from megatron.config.pretrain import PretrainConfig
 from megatron.models.build import build_on_meta
 from megatron.models.registry import find_kind
-from megatron.parallel.bucket import Deferred
+from megatron.parallel.bucket import Bucket, Deferred, GradientView, nothing
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.context import local_tokens
 from megatron.parallel.initialize import materialize
@@ -48,8 +49,14 @@ from tools.plan.layers import in_one_stage
 
 META = torch.device("meta")
 PHASES = ("forward", "recomputation", "backward")
-ADDS = ("add", "add_matmul")  # of a GradientView
+ADDS = ("add", "add_matmul", "add_rows")  # of a GradientView
 MIDDLE, LAST = 1, 2  # places in a pipeline of three ranks
+
+
+Part = tuple[str, bool]
+"""A parameter; False while its gradient is added, True from then until the next one. START: from
+the start of the backward."""
+START, FORWARD, HEAD = ("", True), ("forward", True), ("head", True)
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,8 @@ class Trace:
     head: int  # the same from the head's first gradient on: the forward of the loss makes it
     one_layer: int  # peak of the backward, above what is kept
     message: int  # the largest between stages
+    by_gradient: Mapping[Part, int] = field(default_factory=dict)  # peaks of the backward's parts
+    kept_of_layer: int = 0  # that a further layer adds to `kept`
 
     @property
     def kept(self) -> int:
@@ -106,8 +115,13 @@ def trace(traced: MicroBatch) -> Trace:
     batch = samples.batch(range(len(numbers))).numbered(numbers)
     batch = local_tokens(batch.trimmed() if traced.is_trimmed else batch, mesh)
     own = range(rank, pipeline.stages, pipeline.ranks)
-    held, peaks = list[int](), list[int]()  # at the start of each action
-    headless = list[int]()  # peak of the forward before the head has gradients
+    held = list[int]()  # at the start of each action
+    peaks, part = defaultdict[Part, int](int), FORWARD
+
+    def begin(following: Part) -> None:
+        nonlocal part
+        peaks[part] = max(peaks[part], meter.peak)
+        meter.peak, part = meter.live, following
 
     def enter(action: Action) -> None:
         """Provides what other ranks would send."""
@@ -115,8 +129,7 @@ def trace(traced: MicroBatch) -> Trace:
         executor.messages.ready.clear()  # sent
         held.append(meter.live)
         if direction != "forward" and meter.phase == "forward":
-            peaks.append(meter.peak)
-            meter.peak = meter.live
+            begin(START)
         meter.phase = "forward" if direction == "forward" else "backward"
         if direction == "forward" and stage > 0:
             executor.messages.put("forward", stage, 0, entering(stage))
@@ -127,15 +140,13 @@ def trace(traced: MicroBatch) -> Trace:
     def entering(stage: int) -> Tensors:
         return as_tuple(model.stream(batch, pipeline.layers[stage].start))
 
-    def first(add: Callable[..., None], *arguments: Any) -> None:
-        if meter.phase == "forward" and not headless:
-            headless.append(meter.peak)
-            meter.peak = meter.live
-        add(*arguments)
+    def on_gradient(view: GradientView, is_added: bool) -> None:
+        if meter.phase != "forward":
+            begin((view.name, is_added))
+        elif part == FORWARD:
+            begin(HEAD)
 
-    for view in gradients.views:
-        vars(view).update({each: partial(first, getattr(view, each)) for each in ADDS})
-
+    gradients.on_collected = on_gradient
     executor = Executor(
         model=model.train(),
         objective=model,
@@ -149,9 +160,9 @@ def trace(traced: MicroBatch) -> Trace:
     actions = [Action("forward", stage, 0) for stage in own]
     actions += [Action(each, stage, 0) for stage in own[::-1] for each in traced.backward]
     gradients.start()
-    with on_meta(meter, device), _usual_inputs():
+    with on_meta(meter, device), _usual_inputs(), _before_gradients(on_gradient):
         executor.run(tuple(actions))
-    peaks.append(meter.peak)
+    begin(START)
     work = {phase: meter.work[phase] for phase in PHASES}
     message = 0
     for phase, stage in [("forward", each + 1) for each in own] + [("backward", e) for e in own]:
@@ -163,10 +174,10 @@ def trace(traced: MicroBatch) -> Trace:
     kept, owed = changes[: len(own)], [0] * len(own)
     if len(changes) == 3 * len(own):
         owed = [size + each for size, each in zip(kept, changes[-2::-2], strict=False)]
-    forward, backward = (each - sum(kept) for each in peaks)
-    head = forward if headless else 0  # then `forward` begins with the head's first gradient
-    logits = max([forward, *(each - sum(kept) for each in headless)])
-    return Trace(work, tuple(kept), tuple(owed), logits, head, backward, message)
+    above = {own: peak - sum(kept) for own, peak in peaks.items()}
+    forward, head = above.pop(FORWARD), above.pop(HEAD, 0)
+    logits, backward = max(forward, head), max(above.values())
+    return Trace(work, tuple(kept), tuple(owed), logits, head, backward, message, above)
 
 
 def trace_of_depth(asked: MicroBatch) -> Trace:
@@ -187,8 +198,8 @@ def trace_of_depth(asked: MicroBatch) -> Trace:
     pairs = [*zip(stages, depths, strict=True)]
     kept = tuple(each.kept + (depth - 1) * (two.kept - one.kept) for each, depth in pairs)
     owed = tuple(each.owed + (depth - 1) * (two.owed - one.owed) for each, depth in pairs)
-    peaks = two if first is one else first
-    return replace(peaks, work=work, kept_by_stage=kept, owed_by_stage=owed)
+    peaks, further = two if first is one else first, two.kept - one.kept
+    return replace(peaks, work=work, kept_by_stage=kept, owed_by_stage=owed, kept_of_layer=further)
 
 
 def layer_of(asked: MicroBatch) -> Work:
@@ -251,8 +262,31 @@ def _usual_inputs() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _before_gradients(run: Callable[[GradientView, bool], None]) -> Iterator[None]:
+    """Calls it with False before a layer adds a gradient."""
+
+    def announced(add: Callable[..., None]) -> Callable[..., None]:
+        def added(view: GradientView, *arguments: Any) -> None:
+            run(view, False)
+            add(view, *arguments)
+
+        return added
+
+    adds = {name: announced(getattr(GradientView, name)) for name in ADDS}
+    with patch.multiple(GradientView, **adds):
+        yield
+
+
 class _Unreduced(GradientBuckets):
-    """Leaves the reduction to the buckets of the whole model."""
+    """Leaves the reduction to the buckets of the whole model. on_collected: called with True after
+    a parameter's gradient."""
+
+    on_collected: Callable[[GradientView, bool], object] = nothing
+
+    def _collect(self, bucket: Bucket, view: GradientView, *arguments: object) -> None:
+        super()._collect(bucket, view, *arguments)
+        self.on_collected(view, True)
 
     @contextmanager
     def backward(

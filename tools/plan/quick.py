@@ -80,7 +80,9 @@ class LayersStep(QuickStep):
         work = {phase: Work().plus(each, layers) for phase, each in own.work.items()}
         depths = [*map(len, self.pipeline.layers[self.rank :: self.pipeline.ranks])] or [layers]
         kept = tuple(depth * own.kept for depth in depths)
-        return replace(own, work=work, kept_by_stage=kept, owed_by_stage=kept)
+        return replace(
+            own, work=work, kept_by_stage=kept, owed_by_stage=kept, kept_of_layer=own.kept
+        )
 
     @cached_property
     def layer(self) -> Work:  # type: ignore[override]
@@ -154,7 +156,8 @@ def at_samples(one: Trace, two: Trace, samples: int) -> Trace | None:
             call = call._replace(bytes=at(call.bytes, other.bytes), beside=beside)
             found.calls[call] += number
         work[phase] = found
-    kept, message = (at(one.kept, two.kept),), at(one.message, two.message)
-    names = ("logits", "head", "one_layer")
-    peaks = [at(getattr(one, each), getattr(two, each)) for each in names]
-    return Trace(work, kept, kept, *peaks, message)
+    kept = (at(one.kept, two.kept),)
+    names = ("logits", "head", "one_layer", "message")
+    sizes = [at(getattr(one, each), getattr(two, each)) for each in names]
+    parts = {part: at(peak, two.by_gradient[part]) for part, peak in one.by_gradient.items()}
+    return Trace(work, kept, kept, *sizes, parts)

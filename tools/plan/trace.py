@@ -24,12 +24,13 @@ from megatron.train.inputs import vocabulary_of
 from megatron.train.pipelining import plan_of_run
 from megatron.train.state import DTYPES
 from tools.layouts.work import Call, Matmul, Work
-from tools.plan.buckets import ONE_RANK, WIDE, Model, PlannedBucket, model_of
+from tools.plan.buckets import NUMBER, ONE_RANK, WIDE, Model, PlannedBucket, model_of
 from tools.plan.hardware import Hardware
 from tools.plan.layers import in_one_stage
 from tools.plan.micro_batch import (
     LAST,
     MIDDLE,
+    START,
     MicroBatch,
     Trace,
     layer_of,
@@ -361,17 +362,25 @@ class Step:
         that arrive; in stage 3 also weights of the layers that run, and those outside layers."""
         if self.stage < 2:
             return 0
-        found, kept, layer, rest = self.trace, self.activations, 0, 0
+        found, layer, rest = self.trace, 0, 0
         if self.stage == 3:
             layers = self.width * sum(bucket.size for each in self.model.layers for bucket in each)
             rest = self.width * sum(bucket.size for _, bucket in self.model.buckets) - layers
             layer = layers // max(1, len(self.model.layers))
-        first, *moments = self.model.whole_gradients(is_repeated=self.micro_batches > 1)
-        forward = (found.logits, first[-1]), (found.head, moments[0][-1])
-        peaks = [layer + peak + self.wide * gradients for peak, gradients in forward]
-        for done, share, gradients in moments:  # what layers keep is freed from the last one on
-            one = int(share * found.one_layer - done * kept) + 2 * layer * (done < 1)
-            peaks.append(one + self.wide * gradients)
+        is_repeated, wide = self.micro_batches > 1, self.wide
+        (_, before, begun), *gradients = self.model.whole_gradients(is_repeated=is_repeated)
+        peaks = [layer + found.logits + wide * before, layer + found.head + wide * begun]
+        peaks.append(2 * layer + found.by_gradient[START] + wide * begun)
+        for each, *whole in gradients:
+            # The trace has two layers: at the first one the last one is over.
+            name, freed = each.parameter.name, (self.layers - 2) * (each.ready > 0)
+            if each.layer:
+                name, freed = NUMBER.sub("1", name, 1), self.layers - 1 - each.layer
+            held = 2 * layer * (each.layer is not None or not each.ready)
+            held -= freed * found.kept_of_layer
+            for is_added, size in enumerate(whole):
+                if (peak := found.by_gradient.get((name, bool(is_added)))) is not None:
+                    peaks.append(held + peak + wide * size)
         return rest + max(peaks) - max(found.logits, found.one_layer)
 
     @cached_property

@@ -224,6 +224,8 @@ def test_lasting_memory_has_its_bytes_a_parameter() -> None:
 
 SOME, LESS = "--micro-batch-size 4", "--micro-batch-size 1"
 NONE, FULL = f"{RECOMPUTED} none", f"{RECOMPUTED} full"
+# With a GPU's kernels; a plan for a GPU takes them by default, a model on meta does not.
+OF_GPU = "--attention-dropout-rng kernel"
 # Ranks, ZeRO stages, the preset with flags, micro-batches.
 AT_PEAK = [
     # The peak is in the forward of the head, beside the last sums of the micro-batch before.
@@ -231,8 +233,10 @@ AT_PEAK = [
     (16, (2, 3), f"gpt2_124m {SOME} {FEW} {NONE}", 1),
     (2, (2, 3), f"gpt2_124m {SOME} {FEW} {FULL}", 3),
     (4, (2, 3), f"bert_336m {SOME} {FEW} {FULL}", 2),
+    (4, (1, 2, 3), f"bert_336m {SOME} {FEW} {FULL} {OF_GPU}", 2),
     (4, (2, 3), f"quickstart {SMALL} {SOME}", 2),
     # It is in a backward, where a bucket begins at the start of a layer, or in it.
+    (4, (2, 3), f"bert_336m {SOME} {FEW} {FULL} {OF_GPU}", 1),
     (2, (2, 3), f"gpt2_124m {SOME} {FEW} {FULL}", 1),
     (16, (2, 3), f"gpt2_124m {SOME} {FULL}", 1),
     (16, (2, 3), f"gpt2_124m {SOME} {FULL}", 2),
@@ -259,7 +263,8 @@ def test_a_step_with_zero_takes_what_is_planned(
     tensor, training = config.parallel.tensor_model_parallel_size, config.training
     batch = ranks // tensor * training.micro_batch_size * number
     config = replace(config, training=replace(training, global_batch_size=batch))
-    step, cuts = Step(config, ranks, "bf16", "cpu"), config.parallel.cuts_stream
+    device = "cuda" if OF_GPU in words else "cpu"
+    step, cuts = Step(config, ranks, "bf16", device), config.parallel.cuts_stream
     sizes = {"data": ranks // tensor, "tensor": tensor}
     mesh, sums = absent_mesh(sizes, META, sequence_parallel=cuts), Sums()
     state = state_on(mesh, config, step.precision)
@@ -271,12 +276,11 @@ def test_a_step_with_zero_takes_what_is_planned(
     lasting = [each for each in (*gradients, *parts, *weights * (stage < 3)) if each is not None]
     meter, samples = Meter(mesh, [*weights, *lasting]), batches(config) * number
     terms = len(state.model.terms)
-    with patch("megatron.parallel.bucket.start_sum", sums.start), on_meta(meter, "cpu"):
+    with patch("megatron.parallel.bucket.start_sum", sums.start), on_meta(meter, device):
         forward_backward(state, samples, torch.ones(1 + terms, dtype=torch.float64, device=META))
     lasts = sum(step.lasting.values())
     assert sum(each.nbytes for each in lasting) == lasts
-    rel = 0.12 if stage == 2 and GATED in words else 0.05  # more is planned there
-    assert meter.peak == pytest.approx(step.memory["total"] - lasts, rel=rel)
+    assert meter.peak == pytest.approx(step.memory["total"] - lasts, rel=0.001)
     phases = step.calls.keys() - {"agreement", "update"}
     planned = sum((step.calls[phase] for phase in phases), Counter[Call]())
     found = sum((each.calls for each in meter.work.values()), Counter[Call]())
