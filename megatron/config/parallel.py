@@ -13,6 +13,7 @@ from megatron.parallel.axes import INNER, UNIONS, token_pieces
 
 HEADS, HIDDEN = "--num-attention-heads", "--hidden-size"
 TENSOR, CONTEXT = "--tensor-model-parallel-size", "--context-parallel-size"
+PROCESSES = "the processes: torchrun --nproc-per-node"
 MODE, COMM, LAYERS = "--tensor-parallel-mode", "--cp-comm-type", "--num-layers"
 STAGES = "pipeline_model_parallel_size"
 EACH = "num_layers_per_virtual_pipeline_stage"
@@ -124,9 +125,9 @@ class ParallelConfig:
             ]
             names = [*widths] if mode == "1d" else []
             of_model = "".join(f"{{}} {widths[name]} and of " for name in names)
-            allowed = f"a divisor of {of_model}the processes: torchrun --nproc-per-node, now "
+            allowed = f"a divisor of {of_model}{PROCESSES}, now {world_size}"
             works = fitting[-1] if fitting else ()
-            raise UsageError(TENSOR, size, f"{allowed}{world_size}", *names, works=works)
+            raise UsageError(TENSOR, size, allowed, *names, works=works)
         for name, width in widths.items():
             # In 3D a weight's input dim is cut along two axes; the columns of a head are never cut.
             parts = side**2 if mode == "3d" and "heads" not in name else side
@@ -199,7 +200,7 @@ class ContextParallelConfig(ParallelConfig):
             names = [name for name, size in others.items() if size > 1]
             named = " x ".join(f"{{}} {others[name]}" for name in names)
             allowed = f"such that it times {named} divides" if names else "a divisor of"
-            allowed += f" the processes: torchrun --nproc-per-node, now {world_size}"
+            allowed += f" {PROCESSES}, now {world_size}"
             parts = math.prod(others.values())
             fitting = [n for n in range(1, context) if not world_size % (n * parts)]
             if not self.is_ring:
@@ -345,8 +346,7 @@ class TrainingParallelConfig(FinetuneParallelConfig):
             most = max(n for n in range(1, stages) if not world_size % (n * tensor))
             is_needed = any(is_set(self, name) for name in (EACH, VIRTUAL, *ENDS))
             works = most if most > 1 or not is_needed else ()
-            allowed = f"such that it times {{}} {tensor} divides the processes: torchrun "
-            allowed += f"--nproc-per-node, now {world_size}"
+            allowed = f"such that it times {{}} {tensor} divides {PROCESSES}, now {world_size}"
             raise UsageError(flag(STAGES), stages, allowed, TENSOR, works=works)
 
     def check_model(self, model: Any) -> None:

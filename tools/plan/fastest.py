@@ -36,7 +36,7 @@ from tools.plan.layouts import Candidate, Layouts
 from tools.plan.micro_batch import Trace
 from tools.plan.quick import LayersStep, QuickStep, at_samples, layer_trace
 from tools.plan.record import table
-from tools.plan.search import VARIED, Row, flags, left_out, settings, spelled, varied
+from tools.plan.search import VARIED, Row, check_sizes, flags, left_out, settings, spelled, varied
 from tools.plan.software import error_band
 from tools.plan.timing import Seconds, call_seconds, matmul_seconds, predict
 from tools.report.numbers import size
@@ -174,7 +174,7 @@ class Search(Layouts):
 
     def plan(self, config: PretrainConfig) -> LayoutPlan | float:
         """The plan of a layout, or bytes that a device lacks. Raises UsageError."""
-        config.check(self.gpus)
+        check_sizes(config, self.gpus)
         step = QuickStep(config, self.gpus, self.precision, self.hardware.device)
         if (lack := step.lacks(self.hardware.limit)) > 0:
             return lack

@@ -12,7 +12,7 @@ from itertools import product
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.parallel import EACH, ENDS, STAGES, VIRTUAL, TrainingParallelConfig
+from megatron.config.parallel import EACH, ENDS, PROCESSES, STAGES, VIRTUAL, TrainingParallelConfig
 from megatron.config.pretrain import PretrainConfig
 from megatron.errors import UsageError
 from megatron.train.inputs import vocabulary_of
@@ -149,7 +149,7 @@ def variants(
     """
     given = config.parallel
     whole = replace(in_one_stage(given), sequence_parallel=False)
-    allowed = f"divisors of the {ranks} processes: torchrun --nproc-per-node"
+    allowed = f"divisors of {PROCESSES}, now {ranks}"
     undivided = dict[str, None]()
 
     def found() -> Iterator[PretrainConfig]:

@@ -11,7 +11,7 @@ from itertools import product
 from math import log2
 from typing import Any
 
-from megatron.config.parallel import EACH, ENDS, STAGES, VIRTUAL
+from megatron.config.parallel import EACH, ENDS, PROCESSES, STAGES, VIRTUAL
 from megatron.config.pretrain import PretrainConfig
 from megatron.errors import UsageError, flag, spelling
 from tools.plan.hardware import Hardware
@@ -86,7 +86,7 @@ def check(config: PretrainConfig, gpus: int) -> None:
     """Raise UsageError if this layout cannot work on so many devices, with the reason and the
     nearest layout that can."""
     try:
-        config.check(gpus)
+        check_sizes(config, gpus)
     except UsageError as error:
         if (found := nearest(config, gpus)) is not None:
             after, works = f"; on {gpus} GPUs", sizes(found)
@@ -99,6 +99,16 @@ def check(config: PretrainConfig, gpus: int) -> None:
         works = ("--gpus", str(each), *sizes(found))
         allowed = f"a number of GPUs that some layout fits ({error})"
         raise UsageError("--gpus", gpus, allowed, works=works) from error
+
+
+def check_sizes(config: PretrainConfig, gpus: int) -> None:
+    """`config.check`, which speaks of --gpus in place of a launcher's processes."""
+    try:
+        config.check(gpus)
+    except UsageError as error:
+        allowed = error.args[2].replace(PROCESSES, "--gpus")
+        others = error.others
+        raise UsageError(error.flag, error.value, allowed, *others, works=error.works) from error
 
 
 def sizes(config: PretrainConfig) -> tuple[str, ...]:
