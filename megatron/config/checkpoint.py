@@ -41,8 +41,6 @@ class CheckpointConfig:
     same command resumes from them."""
 
     def __post_init__(self) -> None:
-        positive(self, "save_interval", "memory_checkpoint_interval")
-        at_least(self, keep_checkpoints=2)  # the newest may be damaged
         for name in (
             "save_interval",
             "keep_checkpoints",
@@ -52,6 +50,8 @@ class CheckpointConfig:
             needs(self, name, "save")
         for name in ("finetune", "memory_checkpoint_interval"):
             needs(self, name, "load")
+        positive(self, "save_interval", "memory_checkpoint_interval")
+        at_least(self, keep_checkpoints=2)  # the newest may be damaged
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -313,7 +313,7 @@ class TrainingParallelConfig(FinetuneParallelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(self, STAGES, EACH, VIRTUAL, *ENDS)
+        positive(self, STAGES)
         excludes(self, VIRTUAL, EACH)
         # One virtual stage per process is a plain pipeline stage.
         of_virtual = (EACH,) if self.num_virtual_stages_per_pipeline_rank == 1 else (EACH, VIRTUAL)
@@ -322,6 +322,7 @@ class TrainingParallelConfig(FinetuneParallelConfig):
                 left_out(self, name, "without {} above 1", flag(STAGES))
         for name in ENDS:
             excludes(self, name, *of_virtual, "pipeline_partition")
+        positive(self, EACH, VIRTUAL, *ENDS)
         if self.zero_stage > 1 and self.pipeline_model_parallel_size > 1:
             allowed = "at most 1 with pipeline stages: weights and gradients would cross the ranks"
             allowed += " once for each micro-batch"
@@ -364,7 +365,7 @@ class TrainingParallelConfig(FinetuneParallelConfig):
                 raise UsageError(flag(EACH), each, allowed, LAYERS, works=works)
         rounded = f"{of_model} / {stages} stages, rounded:"
         at_most(self, VIRTUAL, max(1, layers // stages), LAYERS, rounded)
-        most = max(n for n in range(1, layers + 1) if not stages % n)
+        most = max(n for n in range(1, min(layers, stages) + 1) if not stages % n)
         at_most(self, STAGES, layers, LAYERS, works=most)
         virtual = self.virtual_stages(layers)
         if layers % virtual:

@@ -291,12 +291,6 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_names(self)
-        positive(self, "lr", "adam_eps", "lr_decay_iters", "lr_warmup_fraction")
-        positive(self, "lr_wsd_decay_iters")
-        non_negative(self, "min_lr", "lr_warmup_iters", "lr_warmup_init", "weight_decay")
-        non_negative(self, "clip_grad")
-        fraction(self, "adam_beta1", "adam_beta2", "sgd_momentum")
-        share(self, "lr_warmup_fraction")
         no_cpu = "as apex has no Adam of a CPU"
         excludes(self, "optimizer_impl", "optimizer_cpu_offload", because=no_cpu)
         excludes(self, "optimizer", "optimizer_impl", because="which is an AdamW")
@@ -308,9 +302,15 @@ class OptimizerConfig:
             left_out(self, "sgd_momentum", "without {} sgd", "--optimizer")
         if self.lr_decay_style != "wsd":
             left_out(self, "lr_wsd_decay_iters", "without {} wsd", "--lr-decay-style")
-        at_most(self, "min_lr", self.lr, "--lr")
         excludes(self, "lr_warmup_fraction", "lr_warmup_iters")
         needs(self, "lr_warmup_init", "lr_warmup_iters", "lr_warmup_fraction")
+        positive(self, "lr", "adam_eps", "lr_decay_iters", "lr_warmup_fraction")
+        positive(self, "lr_wsd_decay_iters")
+        non_negative(self, "min_lr", "lr_warmup_iters", "lr_warmup_init", "weight_decay")
+        non_negative(self, "clip_grad")
+        fraction(self, "adam_beta1", "adam_beta2", "sgd_momentum")
+        share(self, "lr_warmup_fraction")
+        at_most(self, "min_lr", self.lr, "--lr")
         at_most(self, "lr_warmup_init", self.lr, "--lr")
 
     def warmup_iters(self, decay_iters: int) -> int:
@@ -446,8 +446,6 @@ class PrecisionConfig:
     """Steps skipped in a row for overflow after which the run ends."""
 
     def __post_init__(self) -> None:
-        positive(self, "loss_scale", "loss_scale_window", "hysteresis")
-        positive(self, "min_loss_scale", "max_consecutive_skips")
         excludes(self, "fp16", "bf16")
         excludes(self, "pure_bf16", "fp16")
         if self.pure_bf16 and self.bf16 is False:
@@ -455,12 +453,14 @@ class PrecisionConfig:
             raise UsageError("--pure-bf16", None, "given without {}", "--no-bf16", works=works)
         of_dynamic = ["initial_loss_scale", "loss_scale_window", "loss_scale_factor"]
         of_dynamic += ["hysteresis", "min_loss_scale"]
-        if not 1 < self.loss_scale_factor < math.inf:
-            raise UsageError("--loss-scale-factor", self.loss_scale_factor, "above 1", works=2)
         for name in ("loss_scale", "max_consecutive_skips", *of_dynamic):
             needs(self, name, "fp16")
         for name in of_dynamic:
             excludes(self, name, "loss_scale", because="which never changes")
+        positive(self, "loss_scale", "loss_scale_window", "hysteresis")
+        positive(self, "min_loss_scale", "max_consecutive_skips")
+        if not 1 < self.loss_scale_factor < math.inf:
+            raise UsageError("--loss-scale-factor", self.loss_scale_factor, "above 1", works=2)
         if self.fp16 and self.loss_scale is None:
             at_most(self, "min_loss_scale", self.first_scale(), "--initial-loss-scale")
 
@@ -525,7 +525,6 @@ class LoggingConfig:
     """Last step that is profiled."""
 
     def __post_init__(self) -> None:
-        positive(self, "log_interval", "sample_interval", "profile_step_start", "profile_step_end")
         check_names(self)
         for one, other in (
             ("sample_interval", "sample_prompts"),
@@ -533,5 +532,6 @@ class LoggingConfig:
         ):
             needs(self, one, other)
             needs(self, other, one)
+        positive(self, "log_interval", "sample_interval", "profile_step_start", "profile_step_end")
         if self.profile_step_start is not None and self.profile_step_end is not None:
             at_most(self, "profile_step_start", self.profile_step_end, "--profile-step-end")

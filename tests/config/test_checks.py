@@ -57,7 +57,7 @@ LAST = """
 --weight-decay -0.1 | --clip-grad nan | --attention-dropout 1 | --attention-dropout -0.1
 --hidden-dropout 1 | --adam-beta1 1 | --adam-beta2 -0.1 | --lr 1e-4 --min-lr 1e-3
 --num-attention-heads 3 | --hidden-size 256 --num-attention-heads 300
---loss-scale 8 | --no-bf16 --hysteresis 1 | --fp16 --loss-scale 0
+--loss-scale 0 | --no-bf16 --hysteresis 0 | --fp16 --loss-scale 0
 --fp16 --initial-loss-scale 0 | --fp16 --initial-loss-scale 2** | --fp16 --initial-loss-scale 3**4
 --fp16 --initial-loss-scale 2**9999 | --fp16 --initial-loss-scale 2^16
 --fp16 --initial-loss-scale nan | --fp16 --initial-loss-scale inf
@@ -69,8 +69,8 @@ LAST = """
 --data-path x --mock-data | --vocab-file x --merge-file y --mock-data | --no-shuffle --mock-data
 --split 1,1,0 --mock-data | --tokenizer-type x --mock-data
 --num-layer 3 | --batch-size 4 | --n-layer 3 | --lr-decay-style cos
---save a --save-interval 0 | --save-interval 5 | --async-save | --keep-checkpoints 5
---save a --load a --memory-checkpoint-interval 0 | --load a --memory-checkpoint-interval 5
+--save a --save-interval 0 | --save-interval -5 | --async-save | --keep-checkpoints 1
+--save a --load a --memory-checkpoint-interval 0 | --load a --memory-checkpoint-interval 0
 --save a --memory-checkpoint-interval 5
 --save a --keep-checkpoints 1 | --finetune | --attention-dropout-rng kernal
 --no-compile --attention-dropout-rng coordinates-flex
@@ -78,10 +78,10 @@ LAST = """
 --pipeline-model-parallel-size 0 | --pipeline-schedule 1F1B | --pipeline-schedule interleaved
 --pipeline-partition even | --num-virtual-stages-per-pipeline-rank 0
 --num-layers-per-virtual-pipeline-stage 1 | --num-virtual-stages-per-pipeline-rank 2
---decoder-first-pipeline-num-layers 1 | --decoder-last-pipeline-num-layers 1
+--decoder-first-pipeline-num-layers 0 | --decoder-last-pipeline-num-layers 1
 --pipeline-model-parallel-size 2
 --pipeline-schedule gpipe | --pipeline-schedule zb-h1
---lr-warmup-init 1e-5 | --lr-warmup-iters 9 --lr-warmup-init -1
+--lr-warmup-init -1 | --lr-warmup-iters 9 --lr-warmup-init -1 | --lr-wsd-decay-iters 0
 --lr-warmup-fraction 0 | --lr-warmup-fraction 1.5 | --lr-warmup-iters 9 --lr-warmup-fraction 0.1
 --lr-warmup-iters 9 --lr-warmup-init 1 | --fp16 --pure-bf16 | --no-bf16 --pure-bf16
 --pure-bf16 --loss-scale 8 | --pure-bf16 --optimizer-impl apex
@@ -93,8 +93,8 @@ LAST_OF_GPT2 = """
 --dataset-name x | --dataset-split test | --pad --dataset-name x --data-path y | --pad --mock-data
 --eod-mask-loss --mock-data | --pad --eod-mask-loss | --pad --reset-position-ids
 --pad --reset-attention-mask | --pad --too-long split
---sample-interval 2 | --sample-prompts a.txt | --sample-interval 2 --sample-prompts nowhere.txt
---profile-step-start 2 | --profile-step-end 2 | --profile-step-end 2 --profile-step-start 1
+--sample-interval 0 | --sample-prompts a.txt | --sample-interval 2 --sample-prompts nowhere.txt
+--profile-step-start 0 | --profile-step-end 0 | --profile-step-end 2 --profile-step-start 1
 --save s --profile-step-end 2 --profile-step-start 3
 --save s --profile-step-end 401 --profile-step-start 400
 """
