@@ -128,7 +128,7 @@ def test_wrong_arguments_are_refused_before_torch_is_imported(data: Path, tmp_pa
 
 UNSAVED = "--save {folder}/new --split 0,1,0"  # whose checkpoints would hold no tokenizer
 DATA = """
---vocab-size 99 | --split 1,9999,0 | --split 0,1,0
+--vocab-size 99 | --split 1,9999,0 | --split 0,1,0 | --tokenizer-type T5
 --data-path {folder}/absent | --data-path {folder}/empty
 """  # the last flag is refused
 # Arguments, the field that is refused, and how many warnings come before.

@@ -239,6 +239,7 @@ def _open_corpus(
 
     sentences: whether the data has to be split into sentences.
     """
+    file_flags(data.tokenizer_type)  # refuses an unknown kind, even if no tokenizer is built
     of_flags, saved = _of_flags(data), cache(partial(saved_tokenizer, load))
     corpus = open_corpus(data.data_path, of_flags, vocab_size, saved)
     # Before the tokenizer's kind: this message names the program that reads this data set.
