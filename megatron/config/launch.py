@@ -19,8 +19,8 @@ _SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 def world_size(environ: Mapping[str, str]) -> int:
     """Number of processes of this run: WORLD_SIZE beside torchrun's RANK, 1 without a launcher.
 
-    Raises UsageError if WORLD_SIZE is not a number of processes, and for several processes without
-    RANK, each of which would do the whole work alone.
+    Raises UsageError if WORLD_SIZE is not a number of processes or RANK none of them, and for
+    several processes without RANK, each of which would do the whole work alone.
     """
     works = ("torchrun", "--nproc-per-node", "2")
     if "RANK" in environ:
@@ -28,6 +28,9 @@ def world_size(environ: Mapping[str, str]) -> int:
         if not size.isdecimal() or int(size) < 1:
             allowed = "a number of processes, which torchrun sets"
             raise UsageError("WORLD_SIZE", repr(size), allowed, works=works)
+        rank = environ["RANK"]
+        if not rank.isdecimal() or int(rank) >= int(size):
+            raise UsageError("RANK", repr(rank), f"one of the {size} ranks of WORLD_SIZE")
         return int(size)
     for variable in _SIZES:
         if (size := environ.get(variable, "1")) != "1":
@@ -61,16 +64,14 @@ def read_rank_info(environ: Mapping[str, str]) -> RankInfo:
     Raises ValueError if one is missing or wrong; none has a default.
     """
     size = world_size(environ)
-    rank, address, port = (environ.get(x, "") for x in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
-    if not rank.isdecimal() or int(rank) >= size:
-        raise UsageError("RANK", repr(rank), f"one of the {size} ranks of WORLD_SIZE")
+    address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     if not address:
         raise UsageError("MASTER_ADDR", "''", "the host of rank 0; torchrun sets it")
     if not port.isdecimal() or not 0 < int(port) < 2**16:
         raise UsageError("MASTER_PORT", repr(port), "a free port", works=("MASTER_PORT=29500",))
     is_host = environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return RankInfo(int(rank), size, address, int(port), is_host, restarts)
+    return RankInfo(int(environ["RANK"]), size, address, int(port), is_host, restarts)
 
 
 def is_first(environ: Mapping[str, str]) -> bool:
