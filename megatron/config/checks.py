@@ -57,7 +57,7 @@ def divides(config: Any, field: str, whole: int, name: str) -> None:
     `name`."""
     value = getattr(config, field)
     if value is not None and whole % value:
-        divisors = [n for n in range(1, whole + 1) if whole % n == 0]
+        divisors = [n for n in range(1, min(whole, 2 * value) + 1) if whole % n == 0]
         nearest = min(divisors, key=lambda n: (abs(n - value), -n))
         raise UsageError(flag(field), value, f"a divisor of {{}} {whole}", name, works=nearest)
 

@@ -68,7 +68,8 @@ class ParallelConfig:
     def side(self) -> int:
         """Processes along a side: q of a square, l of a cube; in 1d all of them."""
         size, dims = self.tensor_model_parallel_size // self.tensor_parallel_depth, self.grid_dims
-        return max(n for n in range(max(1, size) + 1) if n**dims <= size)
+        root = round(size ** (1 / dims))
+        return root - (root**dims > size)
 
     @property
     def cuts_stream(self) -> bool:
@@ -117,7 +118,10 @@ class ParallelConfig:
         divided = [world_size, *(widths.values() if mode == "1d" else ())]
         if any(whole % size for whole in divided):
             others = math.prod(self.sizes.values()) // size
-            smaller = [self.tensor_parallel_depth * n**self.grid_dims for n in range(1, side)]
+            smaller = [
+                self.tensor_parallel_depth * n**self.grid_dims
+                for n in range(1, min(side, world_size + 1))
+            ]
             fitting = [
                 n
                 for n in smaller
@@ -202,7 +206,8 @@ class ContextParallelConfig(ParallelConfig):
             allowed = f"such that it times {named} divides" if names else "a divisor of"
             allowed += f" {PROCESSES}, now {world_size}"
             parts = math.prod(others.values())
-            fitting = [n for n in range(1, context) if not world_size % (n * parts)]
+            fitting = range(1, min(context, world_size + 1))
+            fitting = [n for n in fitting if not world_size % (n * parts)]
             if not self.is_ring:
                 fitting = [n for n in fitting if not (heads or 0) % (n * tensor)]
             # A ring of one is refused, too.
@@ -344,7 +349,8 @@ class TrainingParallelConfig(FinetuneParallelConfig):
         stages, tensor = self.pipeline_model_parallel_size, self.tensor_model_parallel_size
         tensor = 1 if world_size % tensor else tensor  # which is refused below
         if world_size % (stages * tensor):
-            most = max(n for n in range(1, stages) if not world_size % (n * tensor))
+            most = min(stages - 1, world_size)
+            most = max(n for n in range(1, most + 1) if not world_size % (n * tensor))
             is_needed = any(is_set(self, name) for name in (EACH, VIRTUAL, *ENDS))
             works = most if most > 1 or not is_needed else ()
             allowed = f"such that it times {{}} {tensor} divides {PROCESSES}, now {world_size}"

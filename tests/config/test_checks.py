@@ -113,7 +113,8 @@ LAST_AT = {
 {CONTEXT} 0 | {CONTEXT} 3 | {RING} | {CONTEXT} 1 {RING} | {CONTEXT} 2 --cp-comm-type ring
 {CONTEXT} 2 {RING} --recompute-granularity selective
 {CONTEXT} 2 {RING} --attention-dropout-rng kernel
-{CONTEXT} 2 {RING} --attention-dropout-rng coordinates-flex""",
+{CONTEXT} 2 {RING} --attention-dropout-rng coordinates-flex
+{TENSOR} 1000000000000 | {CONTEXT} 1000000000000 | {STAGES} 1000000000000""",  # at once
     3: f"{TENSOR} 3",
     4: f"""--ffn-hidden-size 6 {TENSOR} 4 | --micro-batch-size 3 --global-batch-size 8 | {GRID} 4d
 {SQUARE} --hidden-size 12 --num-attention-heads 1 | {SQUARE} --ffn-hidden-size 7
