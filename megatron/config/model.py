@@ -400,11 +400,11 @@ class ViTConfig(ModelConfig):
         positive(self, "image_size", "patch_size", "num_classes")
         fraction(self, "label_smoothing")
         divides(self, "patch_size", self.image_size, "--image-size")
-        for std in self.image_std or ():
-            if not 0 < std < inf:
-                raise UsageError("--image-std", self.image_std, "above 0 for each color")
-        if not all(map(isfinite, self.image_mean or ())):
-            raise UsageError("--image-mean", self.image_mean, "a number for each color")
+        stds, means = self.image_std or (), self.image_mean or ()
+        if not all(0 < each < inf for each in stds):
+            raise UsageError("--image-std", " ".join(map(str, stds)), "above 0 for each color")
+        if not all(map(isfinite, means)):
+            raise UsageError("--image-mean", " ".join(map(str, means)), "a number for each color")
 
     @property
     def patches(self) -> int:
