@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron.config.checks import at_least, needs, positive
+from megatron.config.checks import at_least, needs, not_empty, positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,7 @@ class CheckpointConfig:
     same command resumes from them."""
 
     def __post_init__(self) -> None:
+        not_empty(self)
         for name in (
             "save_interval",
             "keep_checkpoints",

@@ -5,6 +5,7 @@ does False where the default is None.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from math import inf
 from operator import le
@@ -22,6 +23,13 @@ def positive(config: Any, *fields: str) -> None:
 def non_negative(config: Any, *fields: str) -> None:
     """Refuse negative numbers, infinity and NaN."""
     _check(config, fields, "0 or above", lambda value: 0 <= value < inf, 0)
+
+
+def not_empty(config: Any) -> None:
+    """Refuse an empty text in any field: most often a variable of the shell that is not set."""
+    for each in fields(config):
+        if getattr(config, each.name) == "":
+            raise UsageError(flag(each.name), "''", "left out, or not empty")
 
 
 def fraction(config: Any, *fields: str) -> None:

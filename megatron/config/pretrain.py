@@ -156,6 +156,10 @@ class PretrainConfig:
                 raise UsageError(flag(name), value, allowed, *others, works=cure)
         if self.training.train_iters is not None:
             at_most(self.logging, "profile_step_start", self.training.train_iters, "--train-iters")
+        file = self.logging.metrics_file
+        if file is not None and Path(file).is_dir():
+            works = str(Path(file, "metrics.jsonl"))
+            raise UsageError("--metrics-file", file, "a file, not a folder", works=works)
         prompts = self.logging.sample_prompts
         if prompts is not None and not Path(prompts).is_file():
             raise UsageError("--sample-prompts", prompts, "a file that exists")

@@ -11,6 +11,7 @@ from megatron.config.checks import (
     left_out,
     needs,
     non_negative,
+    not_empty,
     positive,
     share,
 )
@@ -57,6 +58,7 @@ class DataConfig:
     """Threads that prefetch, one step each."""
 
     def __post_init__(self) -> None:
+        not_empty(self)
         check_names(self)
         positive(self, "num_workers")
         excludes(self, "dataset", "data_path")
@@ -525,6 +527,7 @@ class LoggingConfig:
     """Last step that is profiled."""
 
     def __post_init__(self) -> None:
+        not_empty(self)
         check_names(self)
         for one, other in (
             ("sample_interval", "sample_prompts"),
