@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import count
+from math import nan
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from megatron.checkpoint.memory import ID_FILE, MemoryCheckpoints, own_bytes, re
 from megatron.checkpoint.save import save_checkpoint
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.errors import UsageError
+from megatron.train.monitors import MemorySaves
 from megatron.train.state import TrainState
 from tests.checkpoint.saving import SAVE_FILE, contents, flip, fresh, names, train
 from tests.dist import Pool, on_ranks
@@ -299,14 +302,43 @@ def test_a_kill_at_any_call_leaves_a_step(tmp_path: Path, phase: str) -> None:
         assert number > 5
 
 
-def test_a_host_without_room_is_refused(tmp_path: Path) -> None:
-    state = fresh(1)
-    with shared_memory(tmp_path / "host"):
-        error = refusal(lambda: MemoryCheckpoints.begin(tmp_path, state.mesh, 10**16, 5))
-        assert isinstance(error, UsageError)
-        assert error.flag == "--memory-checkpoint-interval"
-    assert names(tmp_path) == ["host"]
-    assert not list((tmp_path / "host").iterdir())
+def refused(base: Path, hosts: Sequence[str]) -> str:
+    state = fresh(len(hosts))
+    host, size = base / hosts[state.mesh.control.rank], 10**16 * (1 + state.mesh.control.rank)
+    with shared_memory(host):
+        error = refusal(lambda: MemoryCheckpoints.begin(base, state.mesh, size, 5))
+    assert isinstance(error, UsageError)
+    assert error.flag == "--memory-checkpoint-interval"
+    assert not list(host.iterdir())
+    return str(error)
+
+
+def test_a_host_without_room_is_refused(gloo: Pool, tmp_path: Path) -> None:
+    """It needs room for two of its own checkpoints and for two of another host."""
+    assert "needs 20,000,000.0 GB" in refused(tmp_path, ["host_0"])
+    for text in gloo.run(2, refused, tmp_path, BOTH_HOSTS):
+        assert "needs 60,000,000.0 GB" in text
+    assert names(tmp_path) == ["host_0", "host_1"]
+
+
+def test_a_step_in_memory_has_the_loss_of_its_own_evaluation() -> None:
+    found = list[float | None]()
+    kept: Any = SimpleNamespace(save=lambda *given: found.append(given[2]["validation_loss"]))
+    settings: Any = SimpleNamespace(
+        checkpoint=SimpleNamespace(memory_checkpoint_interval=1, async_save=False),
+        training=SimpleNamespace(check_replicas_interval=0),
+    )
+    saves, result = MemorySaves(settings, kept, {}, {}), cast(Any, None)
+    training = {"paused": nullcontext, "is_urgent": bool, "add": lambda *_, **__: None}
+    saves.training = cast(Any, SimpleNamespace(state=fresh(1), **training))
+    saves.pre_train()
+    for losses in ([], [0.5], [], [nan]):
+        saves.pre_step([])
+        saves.post_step(result)
+        for loss in losses:
+            saves.post_evaluation(loss)
+    saves.pre_step([])
+    assert found == [None, 0.5, None, None]
 
 
 def test_a_place_that_is_not_our_own_is_refused(tmp_path: Path) -> None:

@@ -178,6 +178,11 @@ def test_damaged_saves_do_not_count_as_kept(tmp_path: Path) -> None:
     assert [report.removed for report in reports] == [(), ()]
     assert [len(report.notes) for report in reports] == [1, 1]
     assert len(step_folders(tmp_path)) == 4
+    train(state)
+    with before_calls(damage, "pathlib.Path.rename"):  # whole so far, and saved again
+        save_steps(saver, state, [2])
+    (report,) = save_steps(saver, state, [5])
+    assert report.removed == (), "1 and 5 alone are whole"
 
 
 def keep_where_rank_0_fails(directory: Path, call: str) -> list[SaveReport]:

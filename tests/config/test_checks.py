@@ -19,6 +19,7 @@ from megatron.config.pretrain import (
     PretrainConfig,
     PretrainGPT2Config,
     PretrainLlamaConfig,
+    PretrainViTConfig,
     epochs_of,
 )
 from megatron.config.training import PrecisionConfig
@@ -237,6 +238,14 @@ def test_what_works_is_near_what_was_given() -> None:
         assert " ".join(error_of(text, processes).works) == works
 
 
+def test_the_fewest_images_that_ranks_can_divide_work() -> None:
+    """Of 10 tokens each, the class token included."""
+    words = [*SMALL, "--image-size=48", "--patch-size=16", f"{TENSOR}=4", "--sequence-parallel"]
+    config = parse(PretrainViTConfig, words, {})
+    error: Any = refusal(lambda: config.check(4), kind=UsageError)
+    assert " ".join(error.works) == "--micro-batch-size 2"
+
+
 @pytest.mark.parametrize("row", PIPELINES, ids=str)
 def test_pipelines_that_cannot_be(row: tuple[int, int, str, int, str]) -> None:
     stages, layers, text, processes, flag = row
@@ -413,9 +422,11 @@ def test_zero_of_one_model_is_a_warning(field: str, value: Any) -> None:
     cut = TrainingParallelConfig(tensor_model_parallel_size=2, **{field: value})
     with pytest.warns(UserWarning, match=f"--{field.replace('_', '-')}"):
         cut.check(2)
+    around = TrainingParallelConfig(context_parallel_size=2, **{field: value})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cut.check(4)
+        around.check(2)
 
 
 def test_a_kind_that_says_nothing_of_context_takes_none() -> None:

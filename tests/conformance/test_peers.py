@@ -71,6 +71,9 @@ def test_models_of_one_verdict_share_a_line() -> None:
     one, other = peers.lines(row, record)
     assert "| gpt2, llama | 2e-16 | 2e-16 | 2e-16 | 2e-16 | 1.00 / 1.00 / 1.00 | agrees |" in one
     assert "tie_lost at distance 0.02" in other
+    worse = {**RESULT, "largest": {name: {"size": 3e-10} for name in peers.FIGURES}}
+    (line,) = peers.lines(row, {"models": {"gpt2": RESULT, "llama": worse, "bert": RESULT}})
+    assert "| all | 3e-10 | 3e-10 |" in line
     record = {"models": {"gpt2": ignored, "llama": failed}}
     one, other = peers.lines(row._replace(models="gpt2 llama"), record)
     assert "no content: all is ignored" in one

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from conformance import run, worker
 from conformance.adapters import plain
-from conformance.compare import differences, division, divisors, largest, nearest
+from conformance.compare import dead, differences, division, divisors, largest, nearest
 from conformance.faults import FAULTS
 from conformance.fixture import NAMES, STEPS, Figures, ranks, read_fixture
 from conformance.plain import train
@@ -202,6 +202,10 @@ def test_agreement_without_content() -> None:
     result = judged(figures)
     assert result.status == 3
     assert "gradient norm" in result.reason
+
+    figures = copied(read_fixture("gpt2").expected())
+    figures.losses = [1.0, 1.0, 1 + 1e-4]  # the fixture's moves by 0.02 to 0.23
+    assert "move" in str(dead(figures, read_fixture("gpt2").facts))
 
     figures = copied(read_fixture("gpt2").expected())
     figures.gradients[NAME].zero_()

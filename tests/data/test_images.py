@@ -135,6 +135,7 @@ def test_changes_are_functions_of_seed_and_number(folder: Path) -> None:
             assert np.array_equal(getattr(together, name)[row], getattr(alone, name)[0])
     several = series.batch(range(2 * len(packed.split("training"))))
     assert {*several.shifts.ravel().tolist()} == {*range(-4, 5)}
+    assert not np.array_equal(*several.shifts.T), "rows move as columns do"
     assert 0.2 < several.flips.mean() < 0.8
     first, second = several.shifts[:22], several.shifts[22:]  # of two epochs
     assert not np.array_equal(first, second)

@@ -140,6 +140,7 @@ def test_samples_are_logged_at_their_interval_and_change_nothing(tmp_path: Path)
     file = tmp_path / "prompts.txt"
     file.write_text("ab\nc\n")
     plain, written = tmp_path / "plain", tmp_path / "written"
+    assert samples_of(file).sampling == Sampling(64, top_k=40, seed=1)
     run(plain, [], train_iters=5)
     run(written, [samples_of(file)], train_iters=5)
     found = [line for line in lines(written) if "sample" in line]

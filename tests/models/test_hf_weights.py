@@ -379,6 +379,8 @@ def test_random_weights_are_distributed_as_transformers(tmp_path: Path) -> None:
         if case.model_type == "gpt2":
             scaled = found["transformer.h.3.mlp.c_proj.weight"].std().item()
             assert scaled == pytest.approx(0.02 / 16**0.5, rel=0.05)
+            one, other = (found[f"transformer.h.{number}.mlp.c_fc.weight"] for number in (0, 1))
+            assert not one.equal(other), "layers draw numbers of their own"
 
 
 def test_weights_of_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

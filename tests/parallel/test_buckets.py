@@ -2,9 +2,10 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import replace
 from functools import partial
+from io import StringIO
 from itertools import product
 from math import nan
 from typing import Any, Self
@@ -90,6 +91,7 @@ def test_buckets_equal_distributed_data_parallel() -> None:
         if not is_direct:
             leave_to_autograd(model)
         assert len(buckets.buckets) > 10
+        assert all(x.gradients.nbytes <= 4096 or not x.views[1:] for x in buckets.buckets)
         for step in range(2):
             buckets.start()  # the forward is outside of accumulate()
             for is_last, loss in losses(model, mesh, step):
@@ -366,7 +368,7 @@ class Branches(nn.Module):
 def test_parameters_that_a_micro_batch_does_not_reach() -> None:
     """The second rank may use what the first does not, and fill buckets in another order."""
     mesh = mesh_of_ranks(1)
-    orders = ((True, False), (False, True), (False, False))
+    orders = ((True, False), (False, True), (False, False), (True, True))
     cases = [*product((16,), orders, (False, True)), (BUCKET_BYTES, orders[0], True)]
     for bucket_bytes, uses, differ in cases:
         model, plain = Branches(mesh), Branches(mesh)
@@ -378,8 +380,11 @@ def test_parameters_that_a_micro_batch_does_not_reach() -> None:
             uses_second = used != (differ and mesh.data.rank == 1)
             x = torch.full((3, 4), 1.0 + number + mesh.data.rank)
             plain(x, uses_second).backward()
-            with buckets.accumulate(is_last=number == len(uses) - 1):
+            is_last, printed = number == len(uses) - 1, StringIO()
+            with redirect_stderr(printed), buckets.accumulate(is_last=is_last):
                 model(x, uses_second).backward()
+        is_reached = any(uses) or differ
+        assert ("second.weight" in printed.getvalue()) == (mesh.is_first and not is_reached)
         found = whole_gradients(buckets)
         for name, parameter in plain.named_parameters():
             expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -435,6 +440,9 @@ def test_bf16_gradients_accumulate_in_fp32() -> None:
         else:
             assert torch.equal(gradient, in_fp32), name
         assert not torch.equal(gradient, in_bf16.float()), name
+    assert clip_grad_norm(buckets, 0.01) > 0.01
+    for view in buckets.views:
+        assert torch.equal(view.parameter.grad, view.gradient.bfloat16()), view.name
 
 
 class Order(Watch):

@@ -190,6 +190,13 @@ def check_rows_of_the_stream() -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
 
 
+def test_no_chunk_is_longer_than_memory_allows() -> None:
+    for tokens, most in product(range(1, 30), range(1, 9)):
+        parts = [*cross_entropy.chunks(tokens, most, int)]
+        assert [i for part in parts for i in range(tokens)[part]] == [*range(tokens)]
+        assert max(part.stop - part.start for part in parts) <= most
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 @on_ranks("size")
 def test_the_loss_with_its_layer_equals_torchs(size: int) -> None:

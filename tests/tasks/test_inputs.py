@@ -157,6 +157,7 @@ def test_length_and_share_that_pass() -> None:
     message = str(refusal(cut(32, 64, 0.25)))
     assert "--seq-length 64" in message
     assert "--max-truncated 0.30" in message
+    assert "--max-truncated 0.34" in str(refusal(cut(32, 64, 0.25, [8, 8, 40])))
 
 
 def test_data_given_twice(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from megatron.checkpoint.format import read_manifest
 from megatron.config.parse import parse
 from tasks.main import TASKS, find_module, main, split_task
-from tasks.record import ROOT
+from tasks.record import ROOT, identify
 from tests.programs import refused_before_torch, run_ranks
 from tests.refusals import field_of, refusal
 from tests.tasks.made import write_model
@@ -25,6 +25,19 @@ from tests.tasks.program import figures_of, printed, result, run
 from tests.tools.convert.models import STEP
 
 README = (ROOT / "tasks" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_folder_is_known_by_the_names_and_the_content_of_its_files(tmp_path: Path) -> None:
+    files, found = [tmp_path / name for name in ("a", "b")], set[str]()
+    files[0].write_text("1")
+    for change in (
+        lambda: None,
+        lambda: files[0].rename(files[1]),
+        lambda: files[1].write_text("2"),
+    ):
+        change()
+        found.add(identify(tmp_path)["sha256"])
+    assert len(found) == 3
 
 
 def of_file(file: Path, peer: Peer, *more: str) -> list[str]:

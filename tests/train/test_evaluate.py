@@ -48,9 +48,10 @@ def losses_of_seven(tensor_size: int | str, micro_batch_size: int) -> dict[str, 
         (bert_config(hidden_dropout=0.5), BertSplit()),
     ):
         state = tiny_state(mesh, config)
-        state.model.train()
-        losses |= mean_losses(state.model, state.objective, data, 7, micro_batch_size, mesh)
-        assert state.model.training, "the mode is put back"
+        for is_training in (False, True):
+            state.model.train(is_training)
+            losses |= mean_losses(state.model, state.objective, data, 7, micro_batch_size, mesh)
+            assert state.model.training == is_training, "the mode is put back"
     return losses
 
 

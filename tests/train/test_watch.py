@@ -1,17 +1,20 @@
 """The first failure is the message: each fault, in real processes, and the rank that is named."""
 
+import json
 import os
 import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
-from megatron.train.watch import Report, Wait, find_behind
+from megatron.config.launch import RankInfo
+from megatron.train.watch import Report, Wait, Watch, find_behind, name_ranks
 from tests.programs import ROOT, Run, run_python, start_ranks
 from tests.train.ranks import DUMP, Ended, begin, end, run_ranks, write_program
 
@@ -295,22 +298,25 @@ if last:
 # The ranks that are behind, from where each rank stands: t = 2, d = 2.
 GROUPS = [
     {"tensor": [rank - rank % 2, rank - rank % 2 + 1], "data": [rank % 2, rank % 2 + 2]}
-    | {"control": [0, 1, 2, 3]}
+    | {all_ranks: [0, 1, 2, 3] for all_ranks in ("control", "save")}
     for rank in range(4)
 ]
 
 
 def stand(rank: int, tensor: int, data: int, *waits: str, control: int = 0) -> Report:
-    begun = {"tensor": tensor, "data": data, "control": control}
+    begun = {"tensor": tensor, "data": data, "control": control, "save": control}
     found = [Wait(axis, begun[axis], "all_reduce of [2]", GROUPS[rank][axis]) for axis in waits]
     return Report(f"rank {rank}", 5, "train step", begun, found, idle=60)
 
 
 LATE = [stand(0, 6, 5, "tensor"), stand(1, 5, 5), stand(2, 6, 6, "data"), stand(3, 6, 6, "data")]
-SKIPPED = [
-    stand(0, 6, 6, "tensor"),
-    *(stand(rank, 5 + (rank > 1), 6, "control", control=1) for rank in (1, 2, 3)),
-]
+SKIPPED, SAVING = (
+    [
+        stand(0, 6, 6, "tensor"),
+        *(stand(rank, 5 + (rank > 1), 6, all_ranks, control=1) for rank in (1, 2, 3)),
+    ]
+    for all_ranks in ("control", "save")
+)
 CIRCLE = [
     *(stand(0, 6, 5, "tensor"), stand(1, 5, 6, "data")),
     *(stand(2, 5, 6, "data"), stand(3, 6, 5, "tensor")),
@@ -326,6 +332,7 @@ def test_waits_lead_to_the_ranks_that_are_behind() -> None:
         (LATE, (), (3,), [1, 3]),
         ([stand(0, 6, 6, "tensor", "data"), LATE[1], stand(2, 5, 5), LATE[3]], (1,), (), [2]),
         (SKIPPED, (), (), [1]),
+        (SAVING, (), (), [1]),
         (CIRCLE, (), (), [0, 1, 2, 3]),
         (CIRCLE, (2,), (), []),
         (ALONE, (), (), [0, 1, 2, 3]),
@@ -334,3 +341,22 @@ def test_waits_lead_to_the_ranks_that_are_behind() -> None:
         ([*ALONE[:2], stand(2, 5, 4), ALONE[3]], (), (), [2]),  # on a GPU: nobody is seen to wait
     ):
         assert find_behind(dict(enumerate(reports)), silent, working)[0] == behind
+
+
+@pytest.mark.parametrize(("started", "is_blamed"), [(5, True), (6, False)])
+def test_a_rank_that_left_is_waited_for_until_its_part_is_there(
+    monkeypatch: pytest.MonkeyPatch, started: int, is_blamed: bool
+) -> None:
+    store, said = HashStore(), list[str]()
+    watch = Watch(store, RankInfo(0, 2, "host", 1, is_host=True), 60, None, "")
+    monkeypatch.setattr(watch, "_end", lambda verdict: said.append(verdict.text))
+    left = replace(stand(1, started, 5), left=0)
+    store.set("report/1", json.dumps(asdict(left)))
+    store.add("left", 1)
+    watch._find_leaver(stand(0, 6, 5, "tensor"))
+    assert ["tensor: all_reduce of [2], number 6" in text for text in said] == [True] * is_blamed
+
+
+def test_four_of_many_ranks_are_named() -> None:
+    named = name_ranks(dict(enumerate(ALONE)), [3, 2, 1, 0, 5, 6])
+    assert named == "rank 3, rank 2, rank 1, rank 0 and 2 more"

@@ -97,6 +97,9 @@ def test_the_shuffle_parts_neighbours_and_another_seed_shuffles_otherwise(tmp_pa
         near = sum(abs(a - b) <= 10 for a, b in itertools.pairwise(numbers))
         assert near < 60  # 19 expected
     assert set(orders[0]) != set(orders[1])
+    both = set(orders[0]) & set(orders[1])
+    one, other = ([name for name in order if name in both] for order in orders)
+    assert one != other
 
 
 @pytest.mark.filterwarnings("ignore:.* not read")

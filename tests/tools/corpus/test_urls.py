@@ -2,6 +2,7 @@
 runs on disk."""
 
 import gzip
+import json
 import random
 from collections import defaultdict
 from functools import partial
@@ -85,9 +86,9 @@ def test_every_line_is_kept_or_counted_by_its_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("run_length", [50, 1 << 19])
-@pytest.mark.parametrize("memory", ["1GB", "20KB"])
+@pytest.mark.parametrize(("memory", "parts"), [("1GB", 1), ("20KB", 16)])
 def test_the_first_of_equal_urls_stays_however_the_hashes_are_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str, run_length: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str, parts: int, run_length: int
 ) -> None:
     monkeypatch.setattr(external, "RUN", run_length)
     monkeypatch.setattr(external, "BLOCK", 7)
@@ -99,6 +100,8 @@ def test_the_first_of_equal_urls_stays_however_the_hashes_are_cut(
     kept = urls(tmp_path / "out", *inputs, unit="9KB", memory=memory)
     assert kept == list(dict.fromkeys(lines))
     assert dropped(manifest(tmp_path / "out")) == {"duplicate": len(lines) - len(kept)}
+    stages = json.loads((tmp_path / "out" / "run.json").read_text())["stages"]
+    assert [each["tasks"] for each in stages if each["stage"] == "repeats"] == [parts]
 
 
 def test_a_list_of_which_nothing_stays_is_an_error(tmp_path: Path) -> None:

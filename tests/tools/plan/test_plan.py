@@ -273,6 +273,11 @@ def test_a_machine_without_what_is_asked_of_it_is_refused() -> None:
         ("[memory]\nvalue = ", "[memory]\nvalue = '900 GB' #", ""),
         ("name = ", "name == ", ""),
         ('software = "megatron 2019"', 'software = "megatron 2029"', "megatron 2029"),
+        (
+            "[memory]",
+            "[all_reduce]\nsource = ''\nvalue.2 = [[8, 1.0], [8, 2.0]]\n[memory]",
+            "all_reduce.2",
+        ),
     ],
 )
 def test_hardware_that_cannot_be_is_refused(old: str, new: str, named: str, tmp_path: Path) -> None:

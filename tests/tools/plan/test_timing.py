@@ -23,7 +23,7 @@ from tests.tools.plan.counted import (
 from tools.layouts.work import Matmul, Meter, on_meta
 from tools.plan.hardware import Hardware, Ring, load_hardware
 from tools.plan.software import anchor_step, find_hardware
-from tools.plan.timing import call_seconds, filled, matmul_seconds, predict
+from tools.plan.timing import _data_parallel, call_seconds, filled, matmul_seconds, predict
 from tools.plan.trace import Step
 
 V100 = load_hardware("dgx2h")
@@ -250,6 +250,14 @@ def test_what_zero_sends_hides_where_something_computes(stage: int) -> None:
         rest = [each.size for _, each in step.model.buckets if id(each) not in of_layers]
         exposed += seconds(rest, 2, 1) + 2 * seconds([each.size for each in first], 2, 1)
     assert slow.data_parallel_exposed == pytest.approx(exposed)
+
+
+def test_the_last_of_12_layers_has_no_gather_beside_it() -> None:
+    step = zero_step(3)
+    _, *others = step.layer_gathers["forward"]
+    taken = sum(call_seconds(step, call, QUICK) for calls in others for call in calls)
+    waits, hidden = (_data_parallel(step, QUICK, each, 1e9)[0] for each in (taken / 2, 1e9))
+    assert waits - hidden == pytest.approx(2 * (taken - 11 / 12 * taken / 2))
 
 
 def test_sequence_parallelism_saves_what_all_ranks_do_alike() -> None:

@@ -204,7 +204,7 @@ def test_iteration_or_file(tmp_path: Path) -> None:
 
 def test_settings(tmp_path: Path) -> None:
     parts = old_weights(1)
-    args = old_args(1, layernorm_epsilon=0.01)
+    args = old_args(1, layernorm_epsilon=0.01, bias_gelu_fusion=False, openai_gelu=True)
     with_args = run(write_old(tmp_path / "a", parts, args=args), tmp_path / "new_a")
     flags = f"{FLAGS} --layernorm-epsilon 0.01"
     without = run(write_old(tmp_path / "b", parts), tmp_path / "new_b", flags)

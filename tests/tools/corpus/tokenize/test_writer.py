@@ -3,15 +3,17 @@
 import itertools
 import os
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron.data.indexed import IndexedDataset, token_dtype
 from tests.data import samples
-from tests.files import FOLDER_CALLS, cut_off
+from tests.files import FOLDER_CALLS, before_calls, cut_off
 from tests.refusals import refusal
 from tools.corpus.tokenize.writer import IndexedDatasetWriter, move_data_set, verify
 
@@ -175,6 +177,20 @@ def test_a_move_can_be_cut_off_anywhere(tmp_path: Path, before: Shards, after: S
         if not lost:
             break
     assert steps >= 7
+
+
+def test_a_tokenizer_is_on_disk_before_it_has_its_name(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def note(call: str, given: Sequence[Any]) -> None:
+        is_flush = call == "os.fsync"
+        file = Path(f"/proc/self/fd/{given[0]}").readlink() if is_flush else Path(given[1])
+        calls.append(f"{'flush' * is_flush} {file.name}")
+
+    with before_calls(note, "os.fsync", "pathlib.Path.replace"):
+        samples.write_shards(tmp_path / "p", SHARDS, TOKENIZER)
+    before = calls[: calls.index(" p.tokenizer")]
+    assert {f"flush {name}" for name in (*TOKENIZER, "p.tokenizer.partial")} <= {*before}
 
 
 def test_a_damaged_tokenizer_of_an_equal_data_set_is_replaced(tmp_path: Path) -> None:
