@@ -79,9 +79,6 @@ EARLY = {  # before torch is imported
     "no config.json": Row("--hf-model {folder}/..", HF),
     "config.json is none": Row("--hf-model {folder}/broken", HF),
     "no type": Row("", HF, {"vocab_size": 101}),
-    "positions behind no padding": Row(
-        "", HF, DESCRIBED["roberta"] | {"pad_token_id": None}, MASKED
-    ),
     "no sizes": Row("", HF, {"model_type": "gpt2"}),
     "no plan": Row("--plan {folder}/absent.toml", "--plan"),
     "a plan that cuts nothing": Row(f"{PLAN} {TENSOR} 2", "--plan", ranks=2, plan="# nothing"),

@@ -78,21 +78,24 @@ class MemoryCheckpoints:
         self._is_writer = rank == self._ranks[0]
 
     @classmethod
-    def begin(cls, save: str | Path, mesh: Mesh, size: int, interval: int) -> MemoryCheckpoints:
-        """Checkpoints of this start, under a new id. size: bytes of this rank's own slices.
+    def begin(
+        cls, config: CheckpointConfig, slices: Iterable[TensorSlice], mesh: Mesh
+    ) -> MemoryCheckpoints:
+        """Checkpoints of this start, under a new id. slices: those of each checkpoint.
 
         Raises UsageError on every rank if a host has no room for two checkpoints and, on several
         hosts, for those of its partner.
         """
-        start_id = secrets.token_hex(16)
+        start_id, save = secrets.token_hex(16), Path(config.save or "")
+        own = [box for s in own_slices(slices, mesh) for box, _ in s.spec.boxes(s.local)]
 
         def write() -> None:
             if mesh.is_first:
-                write_atomically(Path(save) / ID_FILE, start_id.encode())
+                write_atomically(save / ID_FILE, start_id.encode())
 
         agree(mesh, write, "beginning checkpoints in memory")
         memory = cls(save, mesh, start_id)
-        sizes = mesh.control.gather(size)
+        sizes = mesh.control.gather(sum(part.nbytes for part in own))
         by_host = [sum(sizes[rank] for rank in ranks) for ranks in memory._hosts]
         partner = by_host[memory._host - 1] if len(by_host) > 1 else 0
 
@@ -101,7 +104,7 @@ class MemoryCheckpoints:
             if needed > free:
                 has = f"{SHARED_MEMORY} of {socket.gethostname()} has {free / 1e9:,.1f} GB free"
                 allowed = f"left out: it needs {needed / 1e9:,.1f} GB, and {has}"
-                raise UsageError(FLAG, interval, allowed)
+                raise UsageError(FLAG, config.memory_checkpoint_interval, allowed)
 
         try:
             on_all_ranks(mesh, check)
@@ -273,12 +276,6 @@ class MemoryCheckpoints:
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step_{step:08d}"
-
-
-def own_bytes(slices: Iterable[TensorSlice], mesh: Mesh) -> int:
-    """Bytes of the slices that this rank writes."""
-    boxes = (box for each in own_slices(slices, mesh) for box in each.spec.boxes(each.local))
-    return sum(part.nbytes for part, _ in boxes)
 
 
 def recover(config: CheckpointConfig, mesh: Mesh) -> list[str]:

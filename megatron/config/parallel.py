@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron.config.checks import at_most, excludes, is_set, left_out, positive
-from megatron.config.parts import check_names, check_parts
+from megatron.config.parts import check_parts
 from megatron.errors import UsageError, flag
 from megatron.parallel.axes import INNER, UNIONS, token_pieces
 
@@ -46,7 +46,6 @@ class ParallelConfig:
     is behind; longer than the longest save, evaluation or load."""
 
     def __post_init__(self) -> None:
-        check_names(self)
         positive(self, "tensor_model_parallel_size", "distributed_timeout_minutes")
         positive(self, "tensor_parallel_depth")
         mode, size = self.tensor_parallel_mode, self.tensor_model_parallel_size

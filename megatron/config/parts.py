@@ -94,27 +94,15 @@ def misfit(part: Any, takes: Sequence[str], positional: int = 0) -> str:
     return ""
 
 
-def check_names(config: Any) -> None:
-    """Raise UsageError for the name of a part that its registry does not have."""
-    for registry, name in _parts_of(config):
-        if ":" not in name and name not in registry.parts:
-            registry.find(name)
-
-
 def check_parts(config: Any) -> None:
-    """Raise UsageError for a part of one's own that is not there or does not fit."""
-    for registry, name in _parts_of(config):
-        if ":" in name:  # those of the registry fit, and would take seconds to import
-            registry.find(name)
-
-
-def _parts_of(config: Any) -> list[tuple[Registry, str]]:
-    found = []
+    """Raise UsageError for a part whose registry does not have it, and for one of one's own that is
+    not there or does not fit."""
     for each in fields(config):
-        value = getattr(config, each.name)
-        names = value if isinstance(value, tuple) else () if value is None else (value,)
-        found += [(PARTS[each.name], name) for name in names if each.name in PARTS]
-    return found
+        registry, value = PARTS.get(each.name), getattr(config, each.name)
+        for name in value if isinstance(value, tuple) else (value,):
+            # Those of the registry fit, and would take seconds to import.
+            if registry is not None and name is not None and name not in registry.parts:
+                registry.find(name)
 
 
 MAKERS = {

@@ -459,17 +459,12 @@ def open_bert_splits(
     """(training, validation, test), None for a weight of 0; --split cuts each data set of a blend.
 
     Raises ValueError, naming the flag, for a split without documents, or without one of two
-    sentences; for documents that are not split into sentences, or have end marks; and if seq_length
-    has no room for two segments.
+    sentences; for documents that are not split into sentences; and if seq_length has no room for
+    two segments.
     """
     if seq_length < SPECIAL + 2:
         allowed = f"at least {SPECIAL + 2}, for two segments"
         raise UsageError("--seq-length", seq_length, allowed, works=SPECIAL + 2)
-    for source in corpus.sources:
-        description = source.data.description
-        if description is not None and description.eod is not None:
-            allowed = "data of tools/preprocess_data.py --split-sentences: the documents of this "
-            raise UsageError("--data-path", source.data.prefix, f"{allowed}data end with a mark")
     marks = [tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask]
     masking = Masking(
         mask=tokenizer.mask,

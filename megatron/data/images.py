@@ -95,22 +95,13 @@ class Images(Series[Split]):
             labels[rows] = split.labels[samples]
         shifts = flips = None
         if self.name == "training":
-            shifts, flips = draw_changes(self.seed, numbers, self.crop_padding, flip=self.flip)
+            bits = mix(mix(np.array([self.seed], np.uint64)) ^ np.asarray(numbers, np.uint64))
+            if padding := self.crop_padding:
+                own = np.stack([mix(bits + 1), mix(bits + 2)], axis=1)
+                shifts = (own % (2 * padding + 1)).astype(np.int64) - padding
+            if self.flip:
+                flips = mix(bits + 3) % 2 == 1
         return ImageBatch(images=images, labels=labels, shifts=shifts, flips=flips)
-
-
-def draw_changes(
-    seed: int, numbers: Sequence[int], padding: int, *, flip: bool
-) -> tuple[NDArray[np.int64] | None, NDArray[np.bool_] | None]:
-    """(shifts from -padding to padding, flips) of these samples: see ImageBatch."""
-    bits = mix(mix(np.array([seed], np.uint64)) ^ np.asarray(numbers, np.uint64))
-    shifts = flips = None
-    if padding:
-        own = np.stack([mix(bits + 1), mix(bits + 2)], axis=1)
-        shifts = (own % (2 * padding + 1)).astype(np.int64) - padding
-    if flip:
-        flips = mix(bits + 3) % 2 == 1
-    return shifts, flips
 
 
 @dataclass(frozen=True)
@@ -275,12 +266,6 @@ def _list_cifar(folder: Path) -> Listing:
     if names.is_file():
         files.append(names)
         classes = names.read_text(encoding="utf-8", errors="replace").split()
-        if len({*classes}) < len(classes):
-            raise UsageError("--data-path", names, "of names that differ")
-    for origin in (each for its in splits.values() for each in its):
-        if origin.label >= len(classes):
-            allowed = f"of labels below {len(classes)}; record {origin.record} has {origin.label}"
-            raise UsageError("--data-path", origin.path, allowed)
     found_classes = {split: {classes[each.label] for each in its} for split, its in splits.items()}
     _require_equal(folder, found_classes)
     return Listing(folder, classes, splits, _facts(folder, files))

@@ -224,37 +224,26 @@ def _open_parquet(
 ) -> ColumnDocuments:
     """Copies the column of each file to Arrow, unless that was done before.
 
-    Raises DataError, naming the file, for one that is damaged.
+    Raises UsageError, naming the file, for one that is damaged.
     """
-    names = [name if len(files) == 1 else f"{name} ({file.name})" for file in files]
+    values = [str(path) if len(files) == 1 else f"{path} ({file.name})" for file in files]
     rows = []
-    for file, file_name in zip(files, names, strict=True):  # all of them before the first copy
-        with _damage_named(file_name):
+    for file, value in zip(files, values, strict=True):  # all of them before the first copy
+        with one_line_errors(DATA_PATH, value):
             metadata = pq.read_metadata(file)
-        check_column(column, metadata.schema.to_arrow_schema(), file_name)
+        check_column(column, metadata.schema.to_arrow_schema(), f"{DATA_PATH} {value}")
         rows.append(metadata.num_rows)
     features = datasets.Features({column: datasets.Value("large_string")})
     how = {"columns": [column], "features": features, "batch_size": BATCH_ROWS}
     copies = [datasets.Dataset.from_dict({column: []}, features)]
-    for file, file_name, count in zip(files, names, rows, strict=True):
+    for file, value, count in zip(files, values, rows, strict=True):
         if count:  # `datasets` copies no file without rows
-            with _damage_named(file_name):
+            with one_line_errors(DATA_PATH, value):
                 pattern = glob.escape(str(file.absolute()))
                 size = f"{file.stat().st_size}-bytes"  # path and time are in the copy's key already
                 copies.append(datasets.Dataset.from_parquet(pattern, config_name=size, **how))
     cached = partial(scan_once, path, files, (column, selection))
     return ColumnDocuments(name, datasets.concatenate_datasets(copies), column, cached)
-
-
-@contextmanager
-def _damage_named(file: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, datasets.exceptions.DatasetsError, pa.ArrowException) as error:
-        raise DataError(
-            f"{file} is damaged, or cannot be copied: {one_line(error.__cause__ or error)}; the "
-            "file written again works"
-        ) from error
 
 
 def _open_dataset(
@@ -343,7 +332,7 @@ def load_named(
 
 
 @contextmanager
-def one_line_errors(flag: str, value: str, config: str | None) -> Iterator[None]:
+def one_line_errors(flag: str, value: str, config: str | None = None) -> Iterator[None]:
     """Turns errors of `datasets`, while it finds or copies data, into UsageError of the flag."""
     try:
         yield

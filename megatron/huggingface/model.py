@@ -82,10 +82,6 @@ class HuggingFace(nn.Module):
         with _refused(config, f"a model that {self.auto_class} of transformers builds"):
             model = unmodified(config, self.auto_class)
         self.vocab_size = model.config.get_text_config().vocab_size
-        if vocab_size > self.vocab_size:
-            raise ValueError(
-                f"the tokenizer has {vocab_size} tokens, and --hf-model {self.vocab_size}"
-            )
         if config.recompute_granularity == "full":
             contexts = {"context_fn": lambda: (nullcontext(), self.recomputing())}
             with _refused(config, "one that recomputes its layers"):

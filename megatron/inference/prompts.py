@@ -12,10 +12,10 @@ def of_file(file: Path, flag: str = "--prompt-file") -> dict[str, bytes]:
     """{file and line number: content}. flag: names the file. Raises UsageError."""
     if not file.exists():
         raise UsageError(flag, file, "a file that exists")
-    fault = "is a folder" if file.is_dir() else "" if file.is_file() else "is no regular file"
-    content = b"" if fault else file.read_bytes().removeprefix(BOM_UTF8)
+    content = file.read_bytes().removeprefix(BOM_UTF8) if file.is_file() else b""
     if not content:
-        raise UsageError(flag, file, f"a file of texts, one a line: it {fault or 'is empty'}")
+        fault = "is empty" if file.is_file() else "is no regular file"
+        raise UsageError(flag, file, f"a file of texts, one a line: it {fault}")
     prompts = {}
     for number, line in enumerate(content.removesuffix(b"\n").split(b"\n"), start=1):
         if not line.strip():

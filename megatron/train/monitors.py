@@ -25,7 +25,6 @@ from megatron.models.registry import find_kind
 from megatron.train.callbacks import Callback, open_callback
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.memory import MemoryCheckpoints
     from megatron.config.pretrain import PretrainConfig
     from megatron.parallel.mesh import Mesh
     from megatron.train.inputs import Inputs
@@ -240,13 +239,17 @@ class MemorySaves(Callback):
     def __init__(
         self,
         config: PretrainConfig,
-        memory: MemoryCheckpoints,
+        state: TrainState,
         facts: Mapping[str, Any],
         files: Mapping[str, bytes],
     ) -> None:
-        """facts, files: of each checkpoint, see Saver."""
+        """facts, files: of each checkpoint, see Saver. Raises UsageError if a host has no room, the
+        same on every rank; every rank calls this."""
+        from megatron.checkpoint.memory import MemoryCheckpoints
+
         super().__init__(config)
-        self.memory, self.facts, self.files = memory, facts, files
+        self.facts, self.files = facts, files
+        self.memory = MemoryCheckpoints.begin(config.checkpoint, state.slices(), state.mesh)
 
     def pre_train(self) -> None:
         self.batches: Sequence[Batch] | None = None  # of the last step
@@ -294,22 +297,6 @@ class MemorySaves(Callback):
             self.memory.remove()  # the last step is on disk
         except OSError as error:  # the same on every rank
             self.training.log(f"warning: checkpoints in memory are not removed: {error}")
-
-
-def keep_in_memory(
-    config: PretrainConfig, state: TrainState, facts: Mapping[str, Any], files: Mapping[str, bytes]
-) -> list[Callback]:
-    """The callback of --memory-checkpoint-interval; none without it (every rank calls this). Raises
-    UsageError, the same on every rank, if a host has no room."""
-    settings = config.checkpoint
-    if settings.memory_checkpoint_interval is None:
-        return []
-    from megatron.checkpoint.memory import MemoryCheckpoints, own_bytes
-
-    assert settings.save is not None
-    mesh, every = state.mesh, settings.memory_checkpoint_interval
-    memory = MemoryCheckpoints.begin(settings.save, mesh, own_bytes(state.slices(), mesh), every)
-    return [MemorySaves(config, memory, facts, files)]
 
 
 def usual(name: str, log_interval: int, flops: Flops | None = None) -> list[Callback]:

@@ -25,12 +25,11 @@ from megatron.config.parts import PARTS
 from megatron.config.pretrain import PretrainConfig, epochs_of
 from megatron.errors import UsageError
 from megatron.models.registry import find_kind, take_kind
-from megatron.parallel.schedules import PipelinePlan
 from megatron.train.callbacks import Callback
 from megatron.train.inputs import Inputs, open_inputs, prefetch
 from megatron.train.loggers import open_loggers
 from megatron.train.metrics import Metrics
-from megatron.train.monitors import keep_in_memory, open_callbacks, usual
+from megatron.train.monitors import MemorySaves, open_callbacks, usual
 from megatron.train.signals import SIGNALS, StopSignals
 from megatron.train.trained import SavedRun, changes_on_resume, files_beside, find_origin
 
@@ -114,45 +113,21 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             raise SystemExit(exit_code)
 
 
-def plan_on_all_ranks(config: PretrainConfig, inputs: Inputs, mesh: Mesh) -> PipelinePlan:
-    """The pipeline of the run.
-
-    Raises UsageError, the same on every rank, if two ranks would read different samples, train for
-    different numbers of steps or have different pipelines: the loss would be that of no data set or
-    of no model, or one rank would wait for the other.
-    """
-    from megatron.parallel.agree import on_all_ranks
-    from megatron.train.pipelining import plan_of_run
-
-    def require_equal(setting: str, value: object, description: str, cure: str) -> None:
-        descriptions = mesh.control.gather(description)
-        for rank, other in enumerate(descriptions):
-            if other != descriptions[0]:
-                both = f"rank 0 has {descriptions[0]}, and rank {rank} {other}"
-                raise UsageError(setting, value, f"the same for all ranks: {both}; {cure}")
-
-    training, data = config.training, config.data
-    source, *values = data.source
+def require_one_data_set(config: PretrainConfig, inputs: Inputs, mesh: Mesh) -> None:
+    """Raises UsageError, the same on every rank, if two ranks would read different samples or train
+    for different numbers of steps: the loss would be that of no data set."""
+    training = config.training
+    source, *values = config.data.source
     length = f"{training.train_iters} steps"
     if training.epochs is not None:
         length = f"{inputs.samples_in(training.epochs)} to be trained"
-    require_equal(
-        source,
-        " ".join(values) or None,
-        f"data {data_fingerprint(inputs.corpus.identity)} of {inputs.train.samples_per_epoch} "
-        f"samples, {length}",
-        "a folder that all of them see works",
-    )
-    pipeline = on_all_ranks(
-        mesh, lambda: plan_of_run(config, inputs.corpus.vocab_size, mesh.size())
-    )
-    require_equal(
-        "--pipeline-model-parallel-size",
-        config.parallel.pipeline_model_parallel_size,
-        pipeline.describe(),
-        "a preset that all of them see works",
-    )
-    return pipeline
+    data = f"data {data_fingerprint(inputs.corpus.identity)} of {inputs.train.samples_per_epoch} "
+    first, *others = mesh.control.gather(f"{data}samples, {length}")
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            allowed = f"the same for all ranks: rank 0 has {first}, and rank {rank} {other}; a "
+            allowed += "folder that all of them see works"
+            raise UsageError(source, " ".join(values) or None, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,11 +154,13 @@ def build(flags: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     """
     from megatron.parallel.agree import on_all_ranks
     from megatron.train.machine import choose_compile, choose_precision
+    from megatron.train.pipelining import plan_of_run
     from megatron.train.state import DTYPES, build_state
 
     # 1. The layers of each pipeline stage, and where the run starts
-    pipeline = plan_on_all_ranks(flags, inputs, mesh)
-    identity = inputs.corpus.identity
+    require_one_data_set(flags, inputs, mesh)
+    size, identity = inputs.corpus.vocab_size, inputs.corpus.identity
+    pipeline = on_all_ranks(mesh, lambda: plan_of_run(flags, size, mesh.size()))
     config, origin = find_origin(flags, start, mesh, identity, inputs.samples_in)
     checkpoint, resumed, messages = origin.checkpoint, origin.resumed, [*origin.messages]
 
@@ -201,7 +178,7 @@ def build(flags: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     state = build_state(
         config.model,
         mesh,
-        inputs.corpus.vocab_size,
+        size,
         seed=config.training.seed,
         dtype=DTYPES[precision],
         optimizer=config.optimizer,
@@ -273,7 +250,8 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
     loggers = open_loggers(config.logging, file, environ, start, run.facts, mesh, signals.ask)
     callbacks = [*usual("pretrain", config.logging.log_interval, flops), *run.callbacks, *loggers]
     files = dict(run.files) | ({} if inputs.tokenizer is None else dict(inputs.tokenizer.files))
-    callbacks += keep_in_memory(config, run.state, run.facts, files)
+    if config.checkpoint.memory_checkpoint_interval is not None:
+        callbacks.append(MemorySaves(config, run.state, run.facts, files))
     metrics = stack.enter_context(Metrics(file, mesh, start=start, callbacks=callbacks))
     saver: Saver | None = None
     if config.checkpoint.save is not None:

@@ -22,8 +22,8 @@ import torch
 from megatron.checkpoint import memory
 from megatron.checkpoint.format import read_manifest, step_folders
 from megatron.checkpoint.load import verify
-from megatron.checkpoint.memory import ID_FILE, MemoryCheckpoints, own_bytes, recover
-from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.memory import ID_FILE, MemoryCheckpoints, recover
+from megatron.checkpoint.save import own_slices, save_checkpoint
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.errors import UsageError
 from megatron.train.monitors import MemorySaves
@@ -53,7 +53,8 @@ def facts_of(state: TrainState) -> dict[str, Any]:
 
 
 def begin(save: Path, state: TrainState) -> MemoryCheckpoints:
-    return MemoryCheckpoints.begin(save, state.mesh, own_bytes(state.slices(), state.mesh), 1)
+    config = CheckpointConfig(save=str(save), load=str(save), memory_checkpoint_interval=1)
+    return MemoryCheckpoints.begin(config, state.slices(), state.mesh)
 
 
 def keep(base: Path, hosts: Sequence[str], tensor_size: int, steps: int) -> None:
@@ -302,35 +303,43 @@ def test_a_kill_at_any_call_leaves_a_step(tmp_path: Path, phase: str) -> None:
         assert number > 5
 
 
-def refused(base: Path, hosts: Sequence[str]) -> str:
+def begin_with_room(base: Path, hosts: Sequence[str], missing: int) -> None:
+    """Begin where each host has as many bytes free as two checkpoints of all hosts take, less
+    `missing`."""
     state = fresh(len(hosts))
-    host, size = base / hosts[state.mesh.control.rank], 10**16 * (1 + state.mesh.control.rank)
-    with shared_memory(host):
-        error = refusal(lambda: MemoryCheckpoints.begin(base, state.mesh, size, 5))
+    own = [box for s in own_slices(state.slices(), state.mesh) for box, _ in s.spec.boxes(s.local)]
+    needed = 2 * sum(state.mesh.control.gather(sum(part.nbytes for part in own)))
+    host = base / hosts[state.mesh.control.rank]
+    with shared_memory(host), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "disk_usage", lambda _: SimpleNamespace(free=needed - missing))
+        if not missing:
+            begin(base, state).remove()
+            return
+        error = refusal(lambda: begin(base, state))
     assert isinstance(error, UsageError)
     assert error.flag == "--memory-checkpoint-interval"
     assert not list(host.iterdir())
-    return str(error)
 
 
 def test_a_host_without_room_is_refused(gloo: Pool, tmp_path: Path) -> None:
     """It needs room for two of its own checkpoints and for two of another host."""
-    assert "needs 20,000,000.0 GB" in refused(tmp_path, ["host_0"])
-    for text in gloo.run(2, refused, tmp_path, BOTH_HOSTS):
-        assert "needs 60,000,000.0 GB" in text
-    assert names(tmp_path) == ["host_0", "host_1"]
+    for missing in (0, 1):
+        begin_with_room(tmp_path, ["host_0"], missing)
+        gloo.run(2, begin_with_room, tmp_path, BOTH_HOSTS, missing)
 
 
-def test_a_step_in_memory_has_the_loss_of_its_own_evaluation() -> None:
-    found = list[float | None]()
-    kept: Any = SimpleNamespace(save=lambda *given: found.append(given[2]["validation_loss"]))
+def test_a_step_in_memory_has_the_loss_of_its_own_evaluation(tmp_path: Path) -> None:
+    found, state = list[float | None](), fresh(1)
     settings: Any = SimpleNamespace(
-        checkpoint=SimpleNamespace(memory_checkpoint_interval=1, async_save=False),
+        checkpoint=CheckpointConfig(save=str(tmp_path), memory_checkpoint_interval=1),
         training=SimpleNamespace(check_replicas_interval=0),
     )
-    saves, result = MemorySaves(settings, kept, {}, {}), cast(Any, None)
+    with shared_memory(tmp_path / "host"):
+        saves, result = MemorySaves(settings, state, {}, {}), cast(Any, None)
+    kept: Any = SimpleNamespace(save=lambda *given: found.append(given[2]["validation_loss"]))
+    saves.memory = kept
     training = {"paused": nullcontext, "is_urgent": bool, "add": lambda *_, **__: None}
-    saves.training = cast(Any, SimpleNamespace(state=fresh(1), **training))
+    saves.training = cast(Any, SimpleNamespace(state=state, **training))
     saves.pre_train()
     for losses in ([], [0.5], [], [nan]):
         saves.pre_step([])

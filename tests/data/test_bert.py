@@ -4,7 +4,6 @@ Every token of the data sets of `documents` has an id of its own, so that a samp
 from; ids from CONTINUATIONS on go on with a word.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -173,14 +172,10 @@ def test_data_without_pairs_is_refused(tmp_path: Path) -> None:
     require_sequences(gpt2, sentences=False)
     pairs = open_corpus([write(tmp_path / "pairs", documents(9))], None)
     lines = write(tmp_path / "lines", [[[5, 6, 7]]] * 9)
-    marked = write(tmp_path / "marked", documents(60))
-    sidecar = tmp_path / "marked.json"
-    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | {"eod": 2}))
     for call, name, cure in (
         (lambda: require_sequences(gpt2, sentences=True), "gpt2", "--split-sentences"),
         (lambda: require_sequences(pairs, sentences=False), "pairs", "--split-sentences"),
         (lambda: opened(lines), "lines", "--split-sentences"),
-        (lambda: opened(marked), "marked", "--split-sentences"),
     ):
         refusal(call, name, cure, field="--data-path")
 

@@ -221,11 +221,11 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     write_data(tmp_path / "p", DOCUMENTS)
     write_data(tmp_path / "q", [[1] * 6, [1] * 6])
     swap("p.json", "q.json")
-    check("p.json", "3", "2")
+    check("p.")
     write_sentences(tmp_path / "p", SENTENCES)
     write_sentences(tmp_path / "q", [[[5, 6, 7]], [[8, 9, 10]], [[11], [12]]])
     swap("p.json", "q.json")
-    check("p.json", "5", "4")
+    check("p.")
     for before, after in (('"documents": 6', '"documents": 7'), ('"_00001"', '"_00001", "a": 1')):
         write_shards(tmp_path / "p", SHARDS)
         sidecar = tmp_path / "p.json"
@@ -235,7 +235,7 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     write_shards(tmp_path / "p", SHARDS)
     swap("p_00000.bin", "p_00001.bin")
     swap("p_00000.idx", "p_00001.idx")
-    check("p_00000", "p.json")
+    check("p_00000")
     (tmp_path / "p_00002.bin").unlink()
     check("p_00002.bin")
 

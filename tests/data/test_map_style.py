@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron.data.documents import open_documents
-from megatron.data.files import DataError
 from megatron.data.map_style import ColumnDocuments, open_map_style, open_named
 from megatron.errors import UsageError
 from tests.refusals import refusal
@@ -314,8 +313,7 @@ REFUSED = [(open_map_style, *row) for row in PATHS] + [(open_named, *row) for ro
 def test_refusals(tmp_path: Path, number: int) -> None:
     open_it, make, more, flag = REFUSED[number]
     path = str(make(tmp_path))
-    kind = DataError if make is cut else UsageError
-    error = refusal(lambda: open_it(path, **more), field=flag, kind=kind, lines=1)
+    error = refusal(lambda: open_it(path, **more), field=flag, kind=UsageError, lines=1)
     if make is saved and not more:
         assert "--data-path" in str(error)
     if more:  # without it the path is read

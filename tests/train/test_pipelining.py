@@ -22,9 +22,7 @@ from megatron.parallel.schedules import KINDS, Action, Lists, PipelinePlan, sche
 from megatron.parallel.sharding import ShardingSpec, TensorSlice
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.evaluate import Outputs
-from megatron.train.inputs import mock_inputs, random_text
 from megatron.train.pipelining import plan_of_run, plan_pipeline
-from megatron.train.pretrain import plan_on_all_ranks
 from megatron.train.state import TrainState
 from megatron.train.step import StepResult, train_step
 from tests.dist import Pool, on_ranks
@@ -254,17 +252,6 @@ def test_a_weight_that_no_stage_has_is_refused(tmp_path: Path) -> None:
     slices = [*state.slices(), *[stray] * state.mesh.is_first]
     report = save_checkpoint(tmp_path, 0, slices, {"counters": state.counters()}, state.mesh)
     assert "stray" in str(refusal(lambda: state.load(read_checkpoint(report.path))))
-
-
-@on_ranks(2)
-def test_ranks_with_other_stages_are_refused() -> None:
-    mesh = build_mesh({"pipeline": 2}, CPU)
-    words = "--mock-data --vocab-size 101 --pipeline-model-parallel-size 2 --num-layers 5 "
-    words += "--hidden-size 32 --num-attention-heads 4 --train-iters 1 "
-    words += f"--decoder-first-pipeline-num-layers {2 + mesh.pipeline.rank}"
-    config = parse(PretrainGPT2Config, words.split(), {})
-    inputs = mock_inputs(config, random_text)
-    refusal(lambda: plan_on_all_ranks(config, inputs, mesh), field="--pipeline-model-parallel-size")
 
 
 @pytest.mark.parametrize(("ranks", "axis"), [(2, "pipeline"), (3, "embedding_group")])
