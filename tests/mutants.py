@@ -1185,11 +1185,6 @@ warm-up-ends-a-step-early
 # at update = warm-up both branches give the highest rate
 - if update <= warmup:
 + if update < warmup:
-@ megatron/data/indexed.py
-shard-end-looks-at-the-next
-# no token of the next shard is read
-- if stop <= offset + shard.num_tokens:
-+ if stop < offset + shard.num_tokens:
 @ megatron/parallel/partition.py
 stage-of-least-cost-later
 # min takes the first of equal costs either way

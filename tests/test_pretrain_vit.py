@@ -145,7 +145,6 @@ def test_context_ranks_train_and_evaluate_as_one(data: Path, tmp_path: Path) -> 
         ("--patch-size 3", "--patch-size"),
         ("--num-classes 2", "--num-classes"),
         ("--image-std 1 0 1", "--image-std"),
-        ("--image-mean nan 0 1", "--image-mean"),
         ("--class-names dark bright red", "--class-names"),
         ("--crop-padding -1", "--crop-padding"),
         ("--data-path /nowhere", "--data-path"),

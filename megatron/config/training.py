@@ -15,7 +15,7 @@ from megatron.config.checks import (
     positive,
     share,
 )
-from megatron.errors import UsageError
+from megatron.errors import UsageError, flag
 
 SOURCES = {"mock_data", "data_path", "dataset_name", "dataset"}
 """Fields that say where the samples are from."""
@@ -65,8 +65,9 @@ class DataConfig:
     @property
     def source(self) -> tuple[str, ...]:
         """The flag that says where the samples are from, with its values."""
-        if self.dataset is not None:
-            return "--dataset", self.dataset
+        for name in ("dataset", "dataset_name"):
+            if (value := getattr(self, name, None)) is not None:
+                return flag(name), value
         return "--data-path", *self.data_path
 
 
@@ -159,12 +160,6 @@ class GPT2DataConfig(TextDataConfig):
                 needs(self, each.name, "pad")
         excludes(self, "data_path", "dataset_name")
         excludes(self, "dataset", "dataset_name")
-
-    @property
-    def source(self) -> tuple[str, ...]:
-        if self.dataset_name is not None:
-            return "--dataset-name", self.dataset_name
-        return super().source
 
 
 @dataclass(frozen=True, kw_only=True)

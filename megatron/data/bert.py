@@ -456,12 +456,8 @@ def open_bert_splits(
     max_ngram_size: int,
     shuffle: bool = True,
 ) -> tuple[BertDataset | None, BertDataset | None, BertDataset | None]:
-    """(training, validation, test), None for a weight of 0; --split cuts each data set of a blend.
-
-    Raises ValueError, naming the flag, for a split without documents, or without one of two
-    sentences; for documents that are not split into sentences; and if seq_length has no room for
-    two segments.
-    """
+    """See open_series. Raises UsageError also for a split without a document of two sentences, for
+    documents that are not split into sentences, and if seq_length has no room for two segments."""
     if seq_length < SPECIAL + 2:
         allowed = f"at least {SPECIAL + 2}, for two segments"
         raise UsageError("--seq-length", seq_length, allowed, works=SPECIAL + 2)

@@ -151,11 +151,8 @@ def open_splits(
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
 ) -> tuple[GPT2Dataset | None, GPT2Dataset | None, GPT2Dataset | None]:
-    """(training, validation, test), None for a weight of 0; --split cuts each data set of a blend.
-
-    Raises ValueError, naming the flag, for a split without documents or with fewer than
-    seq_length + 1 tokens, and if boundaries are asked for that the data does not mark.
-    """
+    """See open_series. Raises UsageError also for a split of fewer than seq_length + 1 tokens, and
+    if boundaries are asked for that the data does not mark."""
     boundaries = Boundaries(
         eod=corpus.eod,
         reset_position_ids=reset_position_ids,

@@ -110,25 +110,13 @@ class Packed:
 
     file: cache.Cache
     size: int
-
-    @property
-    def classes(self) -> list[str]:
-        return self.file.values["classes"]
-
-    @property
-    def mean(self) -> tuple[float, float, float]:
-        """Mean of red, green and blue over the training split, of values from 0 to 1."""
-        return tuple(self.file.values["mean"])
-
-    @property
-    def std(self) -> tuple[float, float, float]:
-        """Standard deviation of red, green and blue over the training split."""
-        return tuple(self.file.values["std"])
-
-    @property
-    def content(self) -> str:
-        """Identity of classes, labels and pixels."""
-        return f"images {self.file.values['content']}"
+    classes: list[str]
+    mean: tuple[float, ...]
+    """Mean of red, green and blue over the training split, of values from 0 to 1."""
+    std: tuple[float, ...]
+    """Standard deviation of red, green and blue over the training split."""
+    content: str
+    """Identity of classes, labels and pixels."""
 
     @property
     def num_documents(self) -> int:
@@ -186,14 +174,16 @@ def _open_packed(file: Path, size: int, key: str | None) -> Packed:
             raise
         allowed = "undamaged, as a new copy of the packed file is"
         raise UsageError("--data-path", file, allowed) from error
-    if found.values["size"] != size:
+    values = found.values
+    if values["size"] != size:
         allowed = f"that of the images in {file}"
-        raise UsageError("--image-size", size, allowed, works=found.values["size"])
+        raise UsageError("--image-size", size, allowed, works=values["size"])
     for name in SPLITS:
         found.read(f"{name} labels")
         if file.stat().st_size <= CHECKED:
             found.read(name)
-    return Packed(found, size)
+    mean, std = tuple(values["mean"]), tuple(values["std"])
+    return Packed(found, size, values["classes"], mean, std, f"images {values['content']}")
 
 
 @dataclass(frozen=True)

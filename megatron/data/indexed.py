@@ -27,6 +27,7 @@ import json
 import os
 import struct
 import sys
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -203,17 +204,13 @@ class IndexedShard:
         stops = self.pointers[lasts] // size + self.sizes[lasts]
         tokens = np.concatenate([[0], np.cumsum(stops - starts)])
         # Each run's first sequence, first token, and shift from its position in the .bin to that
-        # token. Memoryviews, because their elements are ints and are read faster than an array's.
-        self._sequences, self._tokens, self._shifts = (
-            each.data for each in (firsts, tokens, tokens[:-1] - starts)
-        )
+        # token. A memoryview's elements are ints, and are read faster than an array's.
+        self._sequences, self.run_tokens = firsts.data, tokens[:-1]
+        self.run_shifts = self.run_tokens - starts
         self.num_tokens = int(tokens[-1])
         self.samples = sampled_sha256(binary), sampled_sha256(index)
-        self._stream = binary.open("rb", buffering=0)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_stream"):  # else it did not open
-            self._stream.close()
+        self.descriptor = os.open(binary, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
 
     def find_runs(self) -> NDArray[np.int64]:
         """First sequence of each run: int64 [runs]; ValueError if a sequence is not in the .bin."""
@@ -222,11 +219,9 @@ class IndexedShard:
         for start in range(0, len(self.sizes), CHUNK):
             sizes, pointers = (each[start : start + CHUNK] for each in (self.sizes, self.pointers))
             ends = pointers + np.multiply(sizes, size, dtype=np.int64)
-            bits = int(np.bitwise_or.reduce(pointers))  # of all: one pass in place of three
-            is_far = not 0 <= bits < 2**62 or ends.max() > length
-            if is_far or bits % size or sizes.min() < 0:
-                inside = (pointers >= 0) & (ends <= length) & (ends >= 0)
-                where = int((inside & (pointers % size == 0) & (sizes >= 0)).argmin())
+            inside = (pointers >= 0) & (ends >= 0) & (ends <= length)
+            if not (is_right := inside & (pointers % size == 0) & (sizes >= 0)).all():
+                where = int(is_right.argmin())
                 raise ValueError(
                     f"{binary} is cut short, or its index is damaged: sequence {start + where} has "
                     f"{sizes[where]} tokens from byte {pointers[where]} on, and the file {length} "
@@ -240,39 +235,8 @@ class IndexedShard:
         """Offset of the sequence's first token; num_tokens for the end of the last sequence."""
         if sequence >= len(self.sizes):
             return self.num_tokens
-        shift = self._shifts[bisect_right(self._sequences, sequence) - 1]
-        return int(self.pointers[sequence]) // self.dtype.itemsize + shift
-
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """(first byte, number of bytes) in the .bin of each part of tokens [start, stop)."""
-        size = self.dtype.itemsize
-        while start < stop:
-            run = bisect_right(self._tokens, start) - 1
-            end = min(stop, self._tokens[run + 1])
-            yield (start - self._shifts[run]) * size, (end - start) * size
-            start = end
-
-    def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens [start, stop), uint16 or int32, in a new array; safe in any thread.
-
-        Raises DataError, naming the file, if it has become shorter.
-
-        Not mapped: the first touch of a mapped page makes the kernel read up to a hundred times as
-        much, in vain for samples in random order; the pages count as memory of this process; and a
-        failing disk ends the process by a signal, where reading raises OSError.
-        """
-        tokens = np.empty(stop - start, self.dtype)
-        left = tokens.view(np.uint8).data
-        for offset, length in self._pieces(start, stop):
-            read_whole(self._stream.fileno(), left[:length], offset, f"{self.prefix}.bin")
-            left = left[length:]
-        return tokens
-
-    def will_read(self, start: int, stop: int) -> None:
-        """Announces a read: a disk serves many reads together faster than in turn."""
-        if sys.platform == "linux":
-            for where in self._pieces(start, stop):
-                os.posix_fadvise(self._stream.fileno(), *where, os.POSIX_FADV_WILLNEED)
+        run = bisect_right(self._sequences, sequence) - 1
+        return int(self.pointers[sequence]) // self.dtype.itemsize + int(self.run_shifts[run])
 
 
 def _existing(prefix: str, suffix: str) -> Path:
@@ -326,10 +290,15 @@ class IndexedDataset:
                     check_sum(file, sample, was, "the SHA-256 of a sample of it")
         documents = (len(shard.documents) - 1 for shard in self.shards)
         self._first_documents = [0, *accumulate(documents)]  # of each shard, and the end
-        self._first_tokens = [0, *accumulate(shard.num_tokens for shard in self.shards)]
+        self.first_tokens = [0, *accumulate(shard.num_tokens for shard in self.shards)]
+        """Of each shard, and the end."""
         self.num_documents = self._first_documents[-1]
         self.num_sequences = sum(len(shard.sizes) for shard in self.shards)
-        self.num_tokens = self._first_tokens[-1]
+        self.num_tokens = self.first_tokens[-1]
+        own = [*zip(self.shards, self.first_tokens, strict=False)]  # as in a shard, of all runs
+        runs = [shard.run_tokens + first for shard, first in own]
+        self._run_tokens = np.concatenate([*runs, [self.num_tokens]]).data
+        self._run_shifts = np.concatenate([shard.run_shifts + first for shard, first in own]).data
 
     @property
     def content(self) -> str:
@@ -376,25 +345,40 @@ class IndexedDataset:
         """(the document's shard, the shard's first token, the document's number in the shard)."""
         number = min(bisect_right(self._first_documents, document), len(self.shards)) - 1
         first = self._first_documents[number]
-        return self.shards[number], self._first_tokens[number], document - first
+        return self.shards[number], self.first_tokens[number], document - first
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[IndexedShard, int, int]]:
+        """(shard, first byte and number of bytes in its .bin) for each part of tokens [start,
+        stop)."""
+        size = self.dtype.itemsize
+        while start < stop:
+            shard = self.shards[bisect_right(self.first_tokens, start) - 1]
+            run = bisect_right(self._run_tokens, start) - 1
+            end = min(stop, self._run_tokens[run + 1])
+            yield shard, (start - self._run_shifts[run]) * size, (end - start) * size
+            start = end
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens [start, stop), uint16 or int32, in a new array; safe in any thread."""
-        tokens = [shard.read(first, last) for shard, first, last in self._slices(start, stop)]
-        return tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
+        """Tokens [start, stop), uint16 or int32, in a new array; safe in any thread.
+
+        Raises DataError, naming the file, if it has become shorter.
+
+        Not mapped: the first touch of a mapped page makes the kernel read up to a hundred times as
+        much, in vain for samples in random order; the pages count as memory of this process; and a
+        failing disk ends the process by a signal, where reading raises OSError.
+        """
+        tokens = np.empty(stop - start, self.dtype)
+        left = tokens.view(np.uint8).data
+        for shard, offset, length in self._pieces(start, stop):
+            read_whole(shard.descriptor, left[:length], offset, f"{shard.prefix}.bin")
+            left = left[length:]
+        return tokens
 
     def will_read(self, start: int, stop: int) -> None:
         """Announces a read: a disk serves many reads together faster than in turn."""
-        for shard, first, last in self._slices(start, stop):
-            shard.will_read(first, last)
-
-    def _slices(self, start: int, stop: int) -> Iterator[tuple[IndexedShard, int, int]]:
-        """(shard, start, stop) of each shard with some of these tokens; of one shard if none."""
-        number = min(bisect_right(self._first_tokens, start), len(self.shards)) - 1
-        for shard, offset in zip(self.shards[number:], self._first_tokens[number:], strict=False):
-            yield shard, max(0, start - offset), min(stop - offset, shard.num_tokens)
-            if stop <= offset + shard.num_tokens:
-                break
+        if sys.platform == "linux":
+            for shard, *where in self._pieces(start, stop):
+                os.posix_fadvise(shard.descriptor, *where, os.POSIX_FADV_WILLNEED)
 
 
 def check_sum(file: str, actual: str, expected: str, what: str = "its SHA-256") -> None:

@@ -106,27 +106,21 @@ def open_corpus(
     if tokenizer is not None:
         facts = tokenizer.kind, tokenizer.vocab_size, tokenizer.fingerprint
         tokenizers["--vocab-file"] = facts
-    for source in sources:
-        description = source.data.description
-        if description is not None:
-            facts = (
-                description.tokenizer_type,
-                description.vocab_size,
-                description.tokenizer_fingerprint,
-            )
-            tokenizers[f"{source.data.prefix}.json"] = facts
-    size, fingerprint = _agreed_tokenizer(tokenizers, vocab_size)
     ends: set[int | None] = set()
-    unshuffled = []
-    for source in sources:
-        data, description = source.data, source.data.description
-        if description is not None:
-            ends.add(description.eod)
-            # Neighbours share a sample only of whole documents: one of sentences has one document.
-            if not description.shuffled and description.sentences is None:
-                unshuffled.append(data.prefix)
+    unshuffled, undescribed_data = [], []
+    for data in (source.data for source in sources):
+        if (about := data.description) is None:
+            ends.add(None if tokenizer is None else tokenizer.eod)
+            undescribed_data.append(data)
             continue
-        ends.add(tokenizer.eod if tokenizer is not None else None)
+        facts = about.tokenizer_type, about.vocab_size, about.tokenizer_fingerprint
+        tokenizers[f"{data.prefix}.json"] = facts
+        ends.add(about.eod)
+        # Neighbours share a sample only of whole documents: one of sentences has one document.
+        if not about.shuffled and about.sentences is None:
+            unshuffled.append(data.prefix)
+    size, fingerprint = _agreed_tokenizer(tokenizers, vocab_size)
+    for data in undescribed_data:
         warnings.warn(
             f"{data.prefix}.json is not there: its tokenizer and order are not known, only ids "
             "are checked",

@@ -123,10 +123,7 @@ class GPT2BPETokenizer(Tokenizer):
             raise UsageError(VOCABULARY, vocab_file, allowed, TYPE)
         missing = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
         if missing or END_OF_DOCUMENT not in vocabulary:
-            allowed = (
-                f"one with {END_OF_DOCUMENT} and the 256 bytes, such as GPT-2's own vocab.json "
-            )
-            allowed += "or one of tools/train_tokenizer.py"
+            allowed = f"one with {END_OF_DOCUMENT} and the 256 bytes, as GPT-2's own vocab.json is"
             raise UsageError(VOCABULARY, vocab_file, allowed)
         merge_content, merges = _read("--merge-file", merge_file), []
         text = _decode(merge_content, "--merge-file", merge_file, "UTF-8 text")
@@ -276,11 +273,8 @@ class HuggingFaceTokenizer(Tokenizer):
                 if isinstance(mark, dict):  # with its treatment of blanks, as older versions wrote
                     mark = mark.get("content")
                 if mark is not None and str(mark) not in vocabulary:
-                    allowed = "one with an id for each mark of the files beside it, as "
-                    allowed += f"transformers' save_pretrained makes them: the {key} of "
-                    raise UsageError(
-                        VOCABULARY, vocab_file, f"{allowed}{config_name}, {mark!r}, has none"
-                    )
+                    allowed = f"one with an id for {mark!r}, the {key} of {config_name} beside it"
+                    raise UsageError(VOCABULARY, vocab_file, allowed)
                 if mark is not None:
                     return str(mark)
             for tokens in (added, vocabulary):

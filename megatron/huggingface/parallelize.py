@@ -159,23 +159,14 @@ def _stand_ins(
 ) -> dict[str, nn.Module]:
     """Modules with the classes and attributes of the model's, which run and change without them.
     tensors: their parameters and buffers, by the ids of the model's."""
-    copies: dict[int, nn.Module] = {
-        id(module): object.__new__(type(module)) for module in modules.values()
-    }
+    copies = {id(module): object.__new__(type(module)) for module in modules.values()}
+    by_id: dict[int, Any] = {**tensors, **copies}
     for module in modules.values():
-        attributes: dict[str, Any] = {
-            name: value.copy() if isinstance(value, dict | list | set) else value
-            for name, value in vars(module).items()
-        }
-        for own, replacements in (
-            ("_parameters", tensors),
-            ("_buffers", tensors),
-            ("_modules", copies),
-        ):
-            attributes[own] = {
-                name: replacements.get(id(value), value) for name, value in attributes[own].items()
-            }
-        vars(copies[id(module)]).update(attributes)
+        copy = copies[id(module)]
+        for name, value in vars(module).items():
+            vars(copy)[name] = value.copy() if isinstance(value, dict | list | set) else value
+        for held in (copy._parameters, copy._buffers, copy._modules):
+            held.update({name: by_id.get(id(value), value) for name, value in held.items()})
     return {name: copies[id(module)] for name, module in modules.items()}
 
 
@@ -211,26 +202,22 @@ def _readers_of_one_tensor(
     def leave(*_: object) -> None:
         running.pop()
 
+    def without_memory(value: Any) -> Any:
+        is_tensor = isinstance(value, Tensor)
+        return torch.empty(value.shape, dtype=value.dtype) if is_tensor else value
+
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        tensors = {
-            id(each): torch.empty(each.shape, dtype=each.dtype)
-            for module in modules.values()
-            for each in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        }
+        whole = modules[""]
+        tensors = {id(t): without_memory(t) for t in (*whole.parameters(), *whole.buffers())}
         copies = _stand_ins(modules, tensors)
         for name, module in copies.items():
             module.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
             module.register_forward_hook(leave)
-        is_by_name = isinstance(inputs, Mapping)
-        by_key: dict[Any, Any] = dict(inputs if is_by_name else enumerate(inputs))
-        for key, value in by_key.items():
-            if isinstance(value, Tensor):
-                by_key[key] = torch.empty(value.shape, dtype=value.dtype)
         model = copies[""].eval()
-        if is_by_name:
-            model(**by_key)
+        if isinstance(inputs, Mapping):
+            model(**{name: without_memory(value) for name, value in inputs.items()})
         else:
-            model(*by_key.values())
+            model(*map(without_memory, inputs))
     groups: dict[tuple[str, ...], str] = {}
     for _, names, callers in found.values():
         if len(names) > 1:

@@ -63,7 +63,6 @@ def test_plans_that_are_none_are_refused_by_name() -> None:
         ('"up" = { style = "row", parts = 3 }', "parts"),
         ('"up" = { style = "column", attributes = ["a"] }', "up"),
         ('"up" = { style = "column", parts = "3" }', "parts"),
-        ('"up" = { style = "column", parts = 0 }', "parts"),
         ('"up" = { style = "column", gather = "false" }', "gather"),
         ('"up" = { style = "column", heads = 2 }', "queries"),
         ('"up" = { style = "local", attributes = "heads" }', "attributes"),

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any, Self
 
@@ -255,11 +256,12 @@ def verify(prefix: str) -> Report:
         described = description is not None
         _check_index(shard, in_order=described, sentences=described and data.has_sentences)
     highest = 0
-    for shard, facts in zip(data.shards, pairs, strict=True):
+    ranges = starmap(range, pairwise(data.first_tokens))
+    for shard, facts, tokens in zip(data.shards, pairs, ranges, strict=True):
         if facts is not None:
             index = with_suffix(shard.prefix, ".idx")
             check_sum(str(index), sha256(index), facts.idx_sha256)
-        highest_of_shard, checksum = _read_tokens(shard)
+        highest_of_shard, checksum = _read_tokens(data, tokens, shard.prefix)
         highest = max(highest, highest_of_shard)
         if facts is not None and description is not None:
             check_highest_id(shard.prefix, highest_of_shard, description.vocab_size)
@@ -294,13 +296,13 @@ def _check_index(shard: IndexedShard, *, in_order: bool, sentences: bool) -> Non
             raise ValueError(f"{damaged}: it has a document without a sentence")
 
 
-def _read_tokens(shard: IndexedShard) -> tuple[int, str]:
-    """(highest id, SHA-256 of the .bin)."""
+def _read_tokens(data: IndexedDataset, whole: range, prefix: str) -> tuple[int, str]:
+    """(highest id, SHA-256) of the tokens of a shard with this prefix."""
     highest, checksum = 0, hashlib.sha256()
-    for start in range(0, shard.num_tokens, CHUNK):
-        tokens = shard.read(start, min(start + CHUNK, shard.num_tokens))
+    for start in whole[::CHUNK]:
+        tokens = data.read(start, min(start + CHUNK, whole.stop))
         if (lowest := int(tokens.min())) < 0:
-            raise ValueError(f"{shard.prefix}.bin is damaged: it holds the negative id {lowest}")
+            raise ValueError(f"{prefix}.bin is damaged: it holds the negative id {lowest}")
         highest = max(highest, int(tokens.max()))
         checksum.update(tokens.data)
     return highest, checksum.hexdigest()
