@@ -26,11 +26,7 @@ _SIZES = {
 }
 _GROUPED = _SIZES | {"num_key_value_heads": GROUPS}
 _ENDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
-_NO_DROPOUT = {
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "pad_token_id": 0,
-}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0}
 _GPT2 = {
     "vocab_size": VOCABULARY,
     "n_positions": SEQUENCE,

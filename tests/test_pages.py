@@ -14,10 +14,7 @@ import pytest
 import torch
 
 from megatron.config.parse import parse
-from megatron.config.pretrain import (
-    PretrainBertConfig,
-    PretrainGPT2Config,
-)
+from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
 from megatron.models.build import build_model
 from megatron.models.registry import find_kind, take_kind
 from megatron.train.inputs import vocabulary_of
@@ -37,10 +34,7 @@ SOURCES, PARALLELISM, REPRODUCE, OPERATIONS = (
 )
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [README, ROOT / "CONTRIBUTING.md", *DOCS, *sorted((ROOT / "docs" / "results").glob("*.md"))]
-PROGRAMS = {
-    "pretrain_gpt2": PretrainGPT2Config,
-    "pretrain_bert": PretrainBertConfig,
-}
+PROGRAMS = {"pretrain_gpt2": PretrainGPT2Config, "pretrain_bert": PretrainBertConfig}
 VOCABULARY = 50_257
 STATUSES = ["not run", "miniature", "simulated", "per rank", "at size"]  # the best is last
 HEADLINES = ["Figures 1 and 5", "Figure 6", "Figure 7", "Table 3", "Table 5"]
@@ -101,9 +95,7 @@ def python_of(page: Path) -> str:
     return str(code)
 
 
-def test_the_readme_is_short_and_its_library_code_gives_one_process_numbers(
-    tmp_path: Path,
-) -> None:
+def test_the_readme_is_short_and_its_library_code_gives_one_process_numbers(tmp_path: Path) -> None:
     assert len(README.read_text().splitlines()) <= 160
     code, said = tmp_path / "mine.py", []
     for world, size in ((1, 1), (4, 2)):

@@ -281,10 +281,7 @@ QUESTIONS = {  # the file's name, and after a blank the case
         "--faults 'a rank killed' --seconds 1e6 --steps 2 --interval 1",
         (useful_time.PEER,),
         of_useful_time,
-        patches={
-            "TORCHRUN": ALONE,
-            "COMMANDS": dict.fromkeys(useful_time.COMMANDS, PLAIN_DDP),
-        },
+        patches={"TORCHRUN": ALONE, "COMMANDS": dict.fromkeys(useful_time.COMMANDS, PLAIN_DDP)},
     ),
 }
 
@@ -392,10 +389,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: next(pipeline.contenders(Flags(), bubble_micro_batches=(2, 4))),
         "--bubble-micro-batches",
     ),
-    "contender": (
-        lambda: next(train_step.contenders(Flags(contenders=("x",)))),
-        "--contenders",
-    ),
+    "contender": (lambda: next(train_step.contenders(Flags(contenders=("x",)))), "--contenders"),
     "fast weights": (
         lambda: next(train_step.contenders(Flags(), fast_weights=True)),
         "--fast-weights",

@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.format import (
-    check_tiling,
-    read_manifest,
-    seal,
-    step_folders,
-)
+from megatron.checkpoint.format import check_tiling, read_manifest, seal, step_folders
 from tests.checkpoint.files import make_checkpoint
 from tests.refusals import refusal
 

@@ -146,10 +146,7 @@ def resumed(name: str, path: Path | None, save_to: Path | None) -> tuple[Tensors
 
 @pytest.mark.parametrize(
     ("name", "other"),
-    [
-        ("tensor=2,data=2,zero=2", "serial"),
-        ("data=3,zero=3", "tensor=2,context=2:p2p,zero=3"),
-    ],
+    [("tensor=2,data=2,zero=2", "serial"), ("data=3,zero=3", "tensor=2,context=2:p2p,zero=3")],
 )
 def test_a_run_goes_on_as_if_undisturbed(gloo: Pool, tmp_path: Path, name: str, other: str) -> None:
     """At the same stage and layout in all bits, at another but for the order of sums."""

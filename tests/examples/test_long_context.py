@@ -49,10 +49,7 @@ def expected() -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
 
 @pytest.mark.parametrize(("size", "kind"), [(4, "p2p"), (2, "p2p"), (4, "a2a")], ids=str)
 def test_ring_attention_in_a_module_of_torch_is_plain_torch(
-    gloo: Pool,
-    expected: tuple[list[tuple[float, float]], dict[str, Tensor]],
-    size: int,
-    kind: str,
+    gloo: Pool, expected: tuple[list[tuple[float, float]], dict[str, Tensor]], size: int, kind: str
 ) -> None:
     """Two of four ranks share a sample, and the others read other samples."""
     ranks = gloo.run(4, train, size, kind)

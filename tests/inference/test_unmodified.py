@@ -13,15 +13,7 @@ import transformers
 from megatron.inference.generate import Sampling, generate
 from megatron.parallel.compare import KeepFP64
 from tests.dist import on_ranks
-from tests.models.test_hf_weights import (
-    CASES,
-    GATED,
-    GPT2,
-    Case,
-    config_of,
-    state_of,
-    write_folder,
-)
+from tests.models.test_hf_weights import CASES, GATED, GPT2, Case, config_of, state_of, write_folder
 from tests.tiny import VOCABULARY
 
 NEW = 6

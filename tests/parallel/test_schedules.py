@@ -173,8 +173,7 @@ def has_an_order(lists: Lists) -> bool:
             "forward": [("forward", stage - 1)],
             "backward_weight": [("backward_input", stage)],
         }.get(
-            direction,
-            [("forward", stage), ("backward", stage + 1), ("backward_input", stage + 1)],
+            direction, [("forward", stage), ("backward", stage + 1), ("backward_input", stage + 1)]
         )
         before = {Action(*each, n) for each in needed}
         graph.add(Action(direction, stage, n), *(before & there))

@@ -21,12 +21,7 @@ from megatron.models.gpt import GPT2
 from megatron.parallel.dtensors import from_dtensors, to_dtensors
 from megatron.parallel.initialize import materialize
 from megatron.parallel.mesh import Mesh, serial_mesh
-from megatron.parallel.sharding import (
-    ShardedModule,
-    gather_whole,
-    load_whole,
-    sharding_specs,
-)
+from megatron.parallel.sharding import ShardedModule, gather_whole, load_whole, sharding_specs
 from megatron.train.executor import on_device
 from tests.bert import bert_config
 from tests.dist import on_ranks

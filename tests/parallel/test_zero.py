@@ -26,14 +26,7 @@ from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests import plain
 from tests.dist import on_ranks
-from tests.tiny import (
-    VOCABULARY,
-    mesh_of_ranks,
-    micro_batches,
-    samples,
-    tiny_model,
-    whole_slices,
-)
+from tests.tiny import VOCABULARY, mesh_of_ranks, micro_batches, samples, tiny_model, whole_slices
 
 CPU = torch.device("cpu")
 STAGES = (1, 2, 3)

@@ -268,11 +268,7 @@ def test_settings_of_a_module_are_guarded() -> None:
     [("gpt2", (12, 12), 1.1, 100), ("llama", (15, 21), 1.65, 110)],
 )
 def test_compiled_graph_has_no_more_than_its_peer(
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    matmuls: tuple[int, int],
-    copied: float,
-    guards: int,
+    monkeypatch: pytest.MonkeyPatch, kind: str, matmuls: tuple[int, int], copied: float, guards: int
 ) -> None:
     monkeypatch.setattr(kernels, "use_cpu_kernels", False)
     config, found = compiled.config_of(kind, 1, 64, 4, 64), []
