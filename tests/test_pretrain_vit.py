@@ -95,20 +95,13 @@ def test_the_task_gives_the_accuracy_of_training(data: Path, alone: Path, tmp_pa
     assert refused(evaluate, words.replace(str(data), "/nowhere")) == "--valid-data"
 
 
-def test_it_learns(data: Path, tmp_path: Path) -> None:
-    run(data, f"--micro-batch-size 6 --epochs 8 --lr 3e-3 --save {tmp_path}/run", tmp_path)
-    assert values_of(tmp_path / "run", "validation_top1")[-1] == 1.0
-
-
 @pytest.mark.parametrize(
     ("layout", "world"),
     [
-        ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
         ("--pipeline-model-parallel-size 2", 2),
-        ("--zero-stage 3", 2),
         ("--tensor-model-parallel-size 4 --tensor-parallel-mode 2d --micro-batch-size 1", 4),
     ],
-    ids=["sequence", "pipeline", "zero 3", "2d"],
+    ids=["pipeline", "2d"],
 )
 def test_layouts_agree(data: Path, alone: Path, tmp_path: Path, layout: str, world: int) -> None:
     run(data, f"{EPOCHS} {layout} --save {tmp_path}", tmp_path, world=world)

@@ -331,7 +331,9 @@ def test_a_host_without_room_is_refused(gloo: Pool, tmp_path: Path) -> None:
 def test_a_step_in_memory_has_the_loss_of_its_own_evaluation(tmp_path: Path) -> None:
     found, state = list[float | None](), fresh(1)
     settings: Any = SimpleNamespace(
-        checkpoint=CheckpointConfig(save=str(tmp_path), memory_checkpoint_interval=1),
+        checkpoint=CheckpointConfig(
+            save=str(tmp_path), load=str(tmp_path), memory_checkpoint_interval=1
+        ),
         training=SimpleNamespace(check_replicas_interval=0),
     )
     with shared_memory(tmp_path / "host"):

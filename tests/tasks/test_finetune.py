@@ -397,6 +397,7 @@ def test_ranks_train_keep_and_evaluate(gloo: Pool, words: list[str], tmp_path: P
         training = [*words, *layout.split(), "--save", str(save)]
         record, nothing = gloo.run(2, ranks, training)
         assert nothing == {}
+        assert record["layout"]["tensor"] == 1 + ("tensor" in layout)
         for one, other in zip(record["seeds"], alone["seeds"], strict=True):
             for epoch, expected in zip(one["epochs"], other["epochs"], strict=True):
                 assert epoch["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-4)

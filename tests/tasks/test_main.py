@@ -1,4 +1,4 @@
-"""The program: its record, several processes, tasks of one's own, and the pages about it."""
+"""The program: its record, tasks of one's own, and the pages about it."""
 
 import json
 import os
@@ -6,8 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from megatron.checkpoint.format import read_manifest
 from megatron.config.parse import parse
 from tasks.main import TASKS, find_module, main, split_task
 from tasks.record import ROOT, identify
-from tests.programs import refused_before_torch, run_ranks
+from tests.programs import refused_before_torch
 from tests.refusals import field_of, refusal
 from tests.tasks.made import write_model
 from tests.tasks.peer import POSITIONS, Peer, passages
@@ -44,11 +42,7 @@ def of_file(file: Path, peer: Peer, *more: str) -> list[str]:
     return ["--valid-data", str(file), "--load", str(peer.checkpoint), *more]
 
 
-def evaluate(words: Sequence[str]) -> None:
-    main(words, os.environ)
-
-
-def test_record_of_one_and_two_processes(peer: Peer, test_data: Path, tmp_path: Path) -> None:
+def test_record(peer: Peer, test_data: Path, tmp_path: Path) -> None:
     texts, plain = [x for x in passages(test_data) if "\n" not in x], tmp_path / "plain.txt"
     plain.write_text("\n".join([*texts, ""]), encoding="utf-8")
     output = tmp_path / "result.json"
@@ -76,16 +70,6 @@ def test_record_of_one_and_two_processes(peer: Peer, test_data: Path, tmp_path: 
     assert rows == [("355M", True), ("2.5B", False), ("8.3B", False)]
     assert "0.6651" in said
     assert not list(tmp_path.glob("*.tmp*")), "nothing is left of the writing"
-
-    output.unlink()
-    halved = [*words, "--tensor-model-parallel-size", "2"]
-    run_ranks(partial(evaluate, halved), 2, tmp_path)
-    again = json.loads(output.read_text(encoding="utf-8"))
-    assert again.pop("layout") == {"data": 1, "tensor": 2}
-    figures = [key for key in record["conventions"] if key in record]
-    assert {key: again[key] for key in figures} == {
-        key: pytest.approx(record[key], rel=1e-6) for key in figures
-    }
 
 
 def test_input_is_refused_before_torch_is_imported(peer: Peer, tmp_path: Path) -> None:
