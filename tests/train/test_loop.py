@@ -142,21 +142,15 @@ def test_it_leaves_when_told_to_and_saves(tmp_path: Path) -> None:
     assert not [each for each in threading.enumerate() if each.name.startswith("prefetch")]
 
 
-@pytest.mark.parametrize(("world", "tensor_size"), [(1, 1), (4, 2)])
-def test_a_signal_to_any_rank_saves_and_ends_all(
-    gloo: Pool, tmp_path: Path, world: int, tensor_size: int
-) -> None:
-    for answer in gloo.run(world, run, tensor_size, tmp_path, (3, world - 1)):
-        assert answer[1:] == ([(3, False)], 3, "SIGUSR1")
-
-
 def test_a_signal_in_an_evaluation_saves(gloo: Pool, tmp_path: Path) -> None:
     for step, saves in ((0, []), (4, [(4, False)]), (6, [(5, False), (6, False)])):
         for answer in gloo.run(2, run, 1, tmp_path, None, step):
             assert answer[1:] == (saves, step, "SIGUSR1")
 
 
-def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
+def test_a_signal_in_a_step_saves_and_in_the_last_one_changes_nothing(tmp_path: Path) -> None:
+    """A signal to one rank of several: tests/test_faults.py."""
+    assert run(1, tmp_path, (3, 0))[1:] == ([(3, False)], 3, "SIGUSR1")
     assert run(1, tmp_path, (6, 0))[1:] == ([(5, False), (6, True)], 6, "train_iters")
 
 
