@@ -5,7 +5,6 @@ import os
 import shutil
 from functools import partial
 from pathlib import Path
-from random import Random
 from threading import Barrier
 from typing import Any
 
@@ -13,7 +12,13 @@ import pytest
 
 from megatron.data.batch import TextBatch
 from pretrain_gpt2 import main
-from tests.data.samples import write_data, write_tokenizer, write_wordpiece
+from tests.data.samples import (
+    short_texts,
+    write_data,
+    write_texts,
+    write_tokenizer,
+    write_wordpiece,
+)
 from tests.dist import PATIENCE
 from tests.programs import arguments_of, finished, lines_of, pretrain, values_of
 from tests.refusals import field_of, refusal
@@ -29,9 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     them in the forms of `datasets`, the last two with rows without text, too."""
     import datasets  # not above: a run's process imports this module before `use_cache`
 
-    folder, random = tmp_path_factory.mktemp("padded"), Random(0)
+    folder, texts = tmp_path_factory.mktemp("padded"), short_texts(40, 20)
     write_tokenizer(folder)
-    texts = ["".join(random.choices("abcdefg ", k=random.randint(1, 20))) + "x" for _ in range(40)]
     lines = {
         "a": [{"text": text} for text in texts],
         "b": [{"text": text, "body": text[::-1]} for text in texts],
@@ -248,8 +252,7 @@ def test_a_file_that_changes_ends_the_run(
 
 def unseen(folder: Path, texts: list[str]) -> str:
     """The flags of a WordPiece, which makes no token of what cannot be seen, and of such texts."""
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    (folder / "unseen.jsonl").write_text(lines)
+    write_texts(folder / "unseen.jsonl", texts)
     words = f"--pad --tokenizer-type BertWordPieceLowerCase --vocab-file {write_wordpiece(folder)}"
     return f"{words} --no-shuffle --eval-iters 0 --log-interval 1 --train-iters 2"
 

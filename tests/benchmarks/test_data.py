@@ -1,6 +1,5 @@
 """The questions about data and evaluation in miniature."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ from benchmarks import data
 from benchmarks.data_path import CACHE, DISK, DOCUMENT, SPARSE, SPLIT, configure, write_sparse
 from megatron.data.indexed import IndexedDataset
 from tests.benchmarks.run import figures, run
+from tests.data.samples import write_texts
 from tools.layouts.job import open_samples
 
 
@@ -24,7 +24,7 @@ def test_data_path(tmp_path: Path) -> None:
 def test_sources_of_data(tmp_path: Path) -> None:
     documents, words, samples, steps_of_run, batch = 900, 40, 32 * 64, 2, 4
     text = tmp_path / "text.jsonl"
-    text.write_text(f"{json.dumps({'text': ' word' * words})}\n" * documents)
+    write_texts(text, [" word" * words] * documents)
     rows = {data.threads(name, 2): True for name in (data.LINES, data.SAVED, data.PARQUET)}
     rows |= {data.threads(name, 1): False for name in (data.PACKED, "mock")}
     flags = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16"

@@ -3,10 +3,11 @@
 import json
 import string
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,19 @@ def write_wordpiece(folder: Path, *words: str) -> str:
     file = folder / "vocab.txt"
     file.write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
     return str(file)
+
+
+def write_texts(file: Path, texts: Iterable[str]) -> str:
+    """JSON lines, a document each."""
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(file)
+
+
+def short_texts(count: int, longest: int) -> list[str]:
+    """Letters and blanks at random, up to `longest` before a last x."""
+    random = Random(0)
+    lengths = (random.randint(1, longest) for _ in range(count))
+    return ["".join(random.choices("abcdefg ", k=length)) + "x" for length in lengths]
 
 
 def write_sentences(

@@ -17,7 +17,7 @@ from megatron.data.gpt2 import Boundaries, GPT2Batch
 from megatron.data.padded import PaddedDataset, open_padded_splits
 from megatron.data.sources import open_document_corpus
 from megatron.data.tokenizer import BertWordPieceLowerCase, GPT2BPETokenizer, Tokenizer
-from tests.data.samples import write_tokenizer, write_wordpiece
+from tests.data.samples import write_texts, write_tokenizer, write_wordpiece
 from tests.refusals import field_of, refusal
 
 END = 260  # of write_tokenizer
@@ -26,11 +26,6 @@ END = 260  # of write_tokenizer
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return GPT2BPETokenizer(*write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-
-
-def write(file: Path, texts: list[str]) -> str:
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return str(file)
 
 
 def open_training(
@@ -54,7 +49,7 @@ def documents(batch: GPT2Batch, tokenizer: Tokenizer) -> list[str]:
 def test_sample_by_hand(tmp_path: Path, tokenizer: Tokenizer, has_pad: bool) -> None:
     if has_pad:
         tokenizer = BertWordPieceLowerCase(write_wordpiece(tmp_path))
-    path = write(tmp_path / "a.jsonl", ["a", "abc", "abcd", "abcde"])
+    path = write_texts(tmp_path / "a.jsonl", ["a", "abc", "abcd", "abcde"])
     more = [f"##{each}" if has_pad else each for each in "bcde"]  # pieces of a word
     a, b, c, d, e = map(tokenizer.token_id, ["a", *more])
     end = tokenizer.eod
@@ -78,7 +73,7 @@ def test_sample_by_hand(tmp_path: Path, tokenizer: Tokenizer, has_pad: bool) -> 
 
 def test_documents_of_one_token(tmp_path: Path) -> None:
     tokenizer = BertWordPieceLowerCase(write_wordpiece(tmp_path))  # which drops what cannot be seen
-    path = write(tmp_path / "a.jsonl", ["a", "\x7f", "\u200b"])
+    path = write_texts(tmp_path / "a.jsonl", ["a", "\x7f", "\u200b"])
     assert open_training([path], tokenizer).batch(range(3)).num_empty == 2
     assert open_training([path], tokenizer, begin_token="x").batch(range(3)).num_empty == 0
     assert Boundaries(eod=0).batch(np.zeros((2, 5), np.int32)).num_empty is None
@@ -86,7 +81,7 @@ def test_documents_of_one_token(tmp_path: Path) -> None:
 
 def test_seed_and_number(tmp_path: Path, tokenizer: Tokenizer) -> None:
     texts = [f"d{number}" for number in range(20)]
-    path = write(tmp_path / "a.jsonl", texts)
+    path = write_texts(tmp_path / "a.jsonl", texts)
     data = open_training([path], tokenizer, seq_length=8, shuffle=True)
     assert data.samples_per_epoch == 20
     first, second = (documents(data.batch(range(s, s + 20)), tokenizer) for s in (0, 20))
@@ -100,8 +95,8 @@ def test_seed_and_number(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_blends_and_splits(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    one = write(tmp_path / "a.jsonl", [f"a{number}" for number in range(10)])
-    two = write(tmp_path / "b.jsonl", [f"b{number}" for number in range(10)])
+    one = write_texts(tmp_path / "a.jsonl", [f"a{number}" for number in range(10)])
+    two = write_texts(tmp_path / "b.jsonl", [f"b{number}" for number in range(10)])
     paths = ["0.25", one, "0.75", two]
     corpus = open_document_corpus(paths, tokenizer)
     assert [each[:14] for each in corpus.identity["data"]] == ["1/4 of SHA-256", "3/4 of SHA-256"]
@@ -118,8 +113,8 @@ def test_blends_and_splits(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("epochs", [1, 3, 10])
 def test_epochs_of_a_blend(tmp_path: Path, tokenizer: Tokenizer, epochs: int) -> None:
-    one = write(tmp_path / "a.jsonl", [f"a{number}" for number in range(10)])
-    two = write(tmp_path / "b.jsonl", [f"b{number}" for number in range(5)])
+    one = write_texts(tmp_path / "a.jsonl", [f"a{number}" for number in range(10)])
+    two = write_texts(tmp_path / "b.jsonl", [f"b{number}" for number in range(5)])
     data = open_training(["1", one, "9", two], tokenizer)
     samples = data.samples_in(epochs)
     found = [text[0] for text in documents(data.batch(range(samples + 1)), tokenizer)]
@@ -133,8 +128,8 @@ def test_refusals(tmp_path: Path, tokenizer: Tokenizer) -> None:
         ({"split": "1,99,0"}, ["--split"]),
         ({"refuse_too_long": True}, ["b.jsonl, line 2", "12", "--seq-length 11"]),
     ):
-        one = write(tmp_path / "a.jsonl", ["x", "abcdef"])
-        paths = ["1", one, "1", write(tmp_path / "b.jsonl", ["x", "abcdefghijk"])]
+        one = write_texts(tmp_path / "a.jsonl", ["x", "abcdef"])
+        paths = ["1", one, "1", write_texts(tmp_path / "b.jsonl", ["x", "abcdefghijk"])]
         refusal(partial(open_training, paths, tokenizer, **settings), *named)
         if "refuse_too_long" in settings:
             data = open_training(paths, tokenizer, **settings, seq_length=11)
@@ -142,7 +137,7 @@ def test_refusals(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_packed_and_padded_data(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    one = write(tmp_path / "a.jsonl", ["x"])
+    one = write_texts(tmp_path / "a.jsonl", ["x"])
     error = refusal(lambda: open_document_corpus(["1", one, "1", "packed"], tokenizer))
     assert (field_of(error), "--pad" in str(error)) == ("--data-path", True)
     assert "--vocab-size" in str(refusal(lambda: open_document_corpus([one], tokenizer, 7)))
@@ -161,7 +156,7 @@ class Counting(GPT2BPETokenizer):
 def test_cache(tmp_path: Path) -> None:
     counting = Counting(*write_tokenizer(tmp_path))
     texts = ["the thin", "a" * 9, "\u00fc", *(f"d{number}" for number in range(300))]
-    path = write(tmp_path / "web.jsonl", texts)
+    path = write_texts(tmp_path / "web.jsonl", texts)
     plain = open_training([path], counting, shuffle=True).batch(range(400))
 
     def opened(tokenizer: Tokenizer = counting, **settings: Any) -> tuple[GPT2Batch, int, int]:
@@ -181,13 +176,13 @@ def test_cache(tmp_path: Path) -> None:
     assert batch.is_cut.any()
     assert not longer.is_cut.any()
     assert opened(BertWordPieceLowerCase(write_wordpiece(tmp_path)))[2] == 2
-    write(tmp_path / "web.jsonl", [text[::-1] for text in texts])
+    write_texts(tmp_path / "web.jsonl", [text[::-1] for text in texts])
     assert opened()[1:] == (len(texts), 3), "a file that has changed is tokenised again"
 
 
 def test_damaged_cache(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """Damage of every kind, at the start and during a run."""
-    path = write(tmp_path / "web.jsonl", ["a", "bc"])
+    path = write_texts(tmp_path / "web.jsonl", ["a", "bc"])
 
     def opened() -> PaddedDataset:
         return open_training([path], tokenizer, cache_tokens=True)
@@ -217,7 +212,7 @@ def test_damaged_cache(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_cache_that_cannot_be_written(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = write(tmp_path / f"{'w' * 240}.jsonl", ["a", "bc"])  # too long for more after it
+    path = write_texts(tmp_path / f"{'w' * 240}.jsonl", ["a", "bc"])  # too long for more after it
     with pytest.warns(UserWarning, match="--cache-tokens"):
         batch = open_training([path], tokenizer, cache_tokens=True).batch([1])
     assert documents(batch, tokenizer) == ["bc"]

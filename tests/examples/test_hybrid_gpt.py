@@ -1,13 +1,11 @@
 """Source B: GPT-2 XL hybrid parallel, a small one here, by its example and by pretrain_gpt2.py."""
 
-import json
 from pathlib import Path
-from random import Random
 
 import pytest
 
 from examples import hybrid_gpt
-from tests.data.samples import write_tokenizer
+from tests.data.samples import short_texts, write_texts, write_tokenizer
 from tests.programs import lines_of, run_script, values_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,10 +22,9 @@ SERIAL = "--pipeline-model-parallel-size 1 --tensor-model-parallel-size 1"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tokenizer files, and web.jsonl with documents of which some are cut and most are padded."""
-    folder, random = tmp_path_factory.mktemp("hybrid"), Random(0)
+    folder = tmp_path_factory.mktemp("hybrid")
     write_tokenizer(folder)
-    texts = ["".join(random.choices("abcdefg ", k=random.randint(1, 30))) + "x" for _ in range(60)]
-    (folder / "web.jsonl").write_text("".join(f"{json.dumps({'text': t})}\n" for t in texts))
+    write_texts(folder / "web.jsonl", short_texts(60, 30))
     return folder
 
 

@@ -8,7 +8,6 @@ import sys
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +18,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from examples import llama_2d
 from megatron.api import StepResult, build_state
 from tests import plain
-from tests.data.samples import write_tokenizer_json
+from tests.data.samples import short_texts, write_texts, write_tokenizer_json
 from tests.dist import Pool
 from tests.examples.test_examples import ROOT
 from tests.programs import newest, run_ranks, run_script, start_ranks, values_of
@@ -43,10 +42,9 @@ TENSOR = ("--tensor-model-parallel-size", "2")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer.json, and web.jsonl with documents of which some are cut and most are padded."""
-    folder, random = tmp_path_factory.mktemp("llama"), Random(0)
+    folder = tmp_path_factory.mktemp("llama")
     write_tokenizer_json(folder)
-    texts = ["".join(random.choices("abcdefg ", k=random.randint(1, 90))) + "x" for _ in range(44)]
-    (folder / "web.jsonl").write_text("".join(f"{json.dumps({'text': t})}\n" for t in texts))
+    write_texts(folder / "web.jsonl", short_texts(44, 90))
     return folder
 
 

@@ -1,13 +1,12 @@
 """The jobs of scripts/slurm on a real Slurm of four nodes, disturbed in every way that matters."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.data.samples import write_tokenizer
+from tests.data.samples import write_texts, write_tokenizer
 from tests.programs import arguments_of, assert_equal_bits, finished, lines_of, newest, some_data
 from tests.slurm.cluster import ROOT, Cluster
 
@@ -100,10 +99,9 @@ def test_a_world_that_does_not_fit_is_refused_and_not_queued_again(
 
 def test_two_nodes_tokenise_what_one_process_does(cluster: Cluster, tmp_path: Path) -> None:
     texts = (f"the thing number {i} in the inn. " * (1 + i % 9) for i in range(1000))
-    lines = (json.dumps({"text": text}) + "\n" for text in texts)
-    (tmp_path / "raw.jsonl").write_text("".join(lines))
     vocabulary, merges = write_tokenizer(tmp_path)
-    flags = ["--input", str(tmp_path / "raw.jsonl"), "--append-eod", "--shard-size", "75KB"]
+    raw = write_texts(tmp_path / "raw.jsonl", texts)
+    flags = ["--input", raw, "--append-eod", "--shard-size", "75KB"]
     flags += ["--vocab-file", str(vocabulary), "--merge-file", str(merges)]
     job = cluster.submit(
         tmp_path / "log", "--ntasks-per-node=1", "--cpus-per-task=2", "scripts/slurm/preprocess.sh",

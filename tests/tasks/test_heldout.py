@@ -1,6 +1,5 @@
 """Held-out documents and their yardsticks, the n-gram models."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from tasks import ngram
 from tasks.heldout import Settings, cloze_windows, prepare, read_texts, training_tokens
 from tasks.protocol import Scores, Window
-from tests.data.samples import write_data, write_tokenizer, write_tokenizer_json
+from tests.data.samples import write_data, write_texts, write_tokenizer, write_tokenizer_json
 from tests.refusals import field_of, refusal
 from tests.tools.convert.models import write_sentencepiece
 
@@ -88,7 +87,7 @@ def test_training_data_of_another_tokenizer(tmp_path: Path) -> None:
 
 def test_documents_between_marks(tmp_path: Path, tokenizer: Tokenizer) -> None:
     end, texts = tokenizer.eod, ["in  the inn", "One two three\n four"]
-    (tmp_path / "texts.jsonl").write_text("".join(f"{json.dumps({'text': x})}\n" for x in texts))
+    write_texts(tmp_path / "texts.jsonl", texts)
     train = [[*tokenizer.encode(text), end] for text in texts]
     write_data(tmp_path / "train", train, vocab_size=tokenizer.vocab_size)
     files = {"input": (tmp_path / "texts.jsonl",), "train_data": str(tmp_path / "train")}

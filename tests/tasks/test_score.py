@@ -1,6 +1,5 @@
 """Windows score every token once; neither scores nor a task's figures depend on batch or layout."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from megatron.train import evaluate
 from megatron.train.evaluate import batch_of
 from tasks.protocol import Scores, Sliding, Window
 from tasks.score import score_windows
-from tests.data.samples import write_data
+from tests.data.samples import write_data, write_texts
 from tests.dist import Pool
 from tests.refusals import refusal
 from tests.tasks.peer import Peer, passages, some_articles
@@ -108,9 +107,9 @@ def test_figures_at_any_layout(peer: Peer, test_data: Path, tmp_path: Path, gloo
     load, texts, both = ["--load", str(peer.checkpoint)], passages(test_data)[:9], "--per-document"
     wiki, lambada, heldout = (tmp_path / name for name in ("wiki", "lambada", "heldout.jsonl"))
     wiki.write_text(some_articles(test_data, 2), encoding="utf-8")
-    lambada.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
+    write_texts(lambada, texts)
     text = "\n\n".join(texts[:6])
-    heldout.write_text(json.dumps({"text": text}) + "\n")
+    write_texts(heldout, [text])
     train = [[*peer.encode(text), peer.tokenizer.eos_token_id] for _ in range(4)]
     write_data(tmp_path / "train", train, vocab_size=50_257)
     (tmp_path / "train.json").unlink()  # of another tokenizer, it says
