@@ -7,21 +7,19 @@ import textwrap
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
 
 import numpy as np
 import pytest
 import torch
 
 from megatron.config.parse import parse
-from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
 from megatron.models.build import build_model
-from megatron.models.registry import find_kind, take_kind
 from megatron.train.inputs import vocabulary_of
 from megatron.train.pipelining import plan_of_run
 from tests.huggingface import write_folder
 from tests.layouts.test_matrix import case_id, groups
 from tests.programs import run_python, run_ranks, run_script, start_ranks
+from tests.test_results import of_training
 from tools.layouts.job import program_of
 from tools.plan import __main__ as plan
 from tools.plan.absent import absent_mesh
@@ -34,7 +32,7 @@ SOURCES, PARALLELISM, REPRODUCE, OPERATIONS = (
 )
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [README, ROOT / "CONTRIBUTING.md", *DOCS, *sorted((ROOT / "docs" / "results").glob("*.md"))]
-PROGRAMS = {"pretrain_gpt2": PretrainGPT2Config, "pretrain_bert": PretrainBertConfig}
+PROGRAMS = ("pretrain", "pretrain_gpt2", "pretrain_bert")
 VOCABULARY = 50_257
 STATUSES = ["not run", "miniature", "simulated", "per rank", "at size"]  # the best is last
 HEADLINES = ["Figures 1 and 5", "Figure 6", "Figure 7", "Table 3", "Table 5"]
@@ -172,7 +170,7 @@ def option(words: Sequence[str], name: str) -> int:
 
 @pytest.mark.parametrize("words", training_commands(), ids=" ".join)
 def test_training_command_fits_its_preset(words: list[str], tmp_path: Path) -> None:
-    (program,) = (word for word in words if Path(word).stem in {*PROGRAMS, "pretrain"})
+    (program,) = (word for word in words if Path(word).stem in PROGRAMS)
     world_size = option(words, "--nproc-per-node") * option(words, "--nnodes")
     world_size *= option(words, "--ntasks-per-node") * option(words, "--nodes")
     flags = words[words.index(program) + 1 :]
@@ -181,17 +179,13 @@ def test_training_command_fits_its_preset(words: list[str], tmp_path: Path) -> N
     while "..." in flags:  # in place of the reader's own path
         place = flags.index("...")
         del flags[place - 1 : place + 1]
-    kind = PROGRAMS.get(Path(program).stem)
-    if program == "pretrain.py":
-        name, flags = take_kind(flags, {})
-        kind = resolve_name(str(find_kind(name).program))
+    kind, flags = of_training(program, flags)
     if "--hf-model" in flags:  # in place of the reader's own model
         write_folder(tmp_path, "qwen3", vocab_size=VOCABULARY, max_position_embeddings=1024)
         flags[flags.index("--hf-model") + 1] = str(tmp_path)
     if program.endswith(".sh"):
         flags = ["--preset", *flags]
     flags = [f"{ROOT}/{word}" if word.startswith("scripts/") else word for word in flags]
-    assert kind is not None
     config = parse(kind, flags, {})
     config.check(world_size)
     if world_size > 2:  # too large to run here

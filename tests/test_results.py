@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.config.parse import parse, parse_call
-from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
+from megatron.config.pretrain import PretrainConfig
 from megatron.models.registry import find_kind, take_kind
 from tools.corpus.__main__ import MODULES
 from tools.corpus.settings import parse_settings
@@ -20,10 +20,6 @@ from tools.plan import __main__ as plan
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
 COMMAND = re.compile(r"(\w+=\S+ )*(torchrun|python|bash|sbatch) ")
-TRAINING: dict[str, type] = {
-    "pretrain_gpt2": PretrainGPT2Config,
-    "pretrain_bert": PretrainBertConfig,
-}
 
 
 def commands(page: Path) -> Iterator[str]:
@@ -39,6 +35,14 @@ def commands(page: Path) -> Iterator[str]:
 ALL = [pytest.param(line, id=f"{page.stem}: {line}") for page in PAGES for line in commands(page)]
 
 
+def of_training(path: str, words: Sequence[str]) -> tuple[type[PretrainConfig], list[str]]:
+    """The settings of pretrain.py or pretrain_KIND.py, and the words that say them."""
+    kind, rest = Path(path).stem.removeprefix("pretrain").removeprefix("_"), [*words]
+    if not kind:
+        kind, rest = take_kind(words, {})
+    return resolve_name(str(find_kind(kind).program)), rest
+
+
 def parse_words(name: str, words: Sequence[str]) -> Any:
     """The settings that the program of this file or module makes of the words; an error if it
     refuses them."""
@@ -51,14 +55,11 @@ def parse_words(name: str, words: Sequence[str]) -> Any:
         text = (ROOT / path).read_text()
         assert not [word for word in words if word.startswith("--") and word not in text]
         return None
-    if path == "pretrain.py":
-        kind, words = take_kind(words, {})
-        return parse(resolve_name(str(find_kind(kind).program)), words, {})
+    if path.startswith("pretrain"):
+        return parse(*of_training(path, words), {})
     module = import_module(path.removesuffix(".py").replace("/", "."))
     if hasattr(module, "__path__") and not hasattr(module, "Settings"):  # it shadows tools/NAME.py
         module = import_module(f"{module.__name__}.__main__")
-    if module.__name__ in TRAINING:
-        return parse(TRAINING[module.__name__], words, {})
     if hasattr(module, "main"):  # tools/NAME.py may start what is in a folder
         module = import_module(module.main.__module__)
     if module is plan:
