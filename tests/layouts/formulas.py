@@ -17,8 +17,6 @@ from math import lcm
 
 from tests.layouts import grids
 
-MASKED_MULTIPLE = 16
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
