@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpoint.save import save_checkpoint
 from megatron.config.model import GPT2Config, RecomputeGranularity
+from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.data.batch import Batch
 from megatron.data.gpt2 import GPT2Batch
@@ -35,8 +36,9 @@ from megatron.parallel.sharding import (
     sharding_specs,
 )
 from megatron.train.executor import on_device
+from megatron.train.pipelining import plan_pipeline
 from megatron.train.state import TrainState, build_state
-from tools.layouts.layout import parse_layout
+from tools.layouts.layout import Layout, parse_layout
 
 SEED = 1234
 VOCABULARY = 101
@@ -105,6 +107,22 @@ def tiny_state(
     )
     set_weights(state, tiny_weights(state.model))
     return state
+
+
+def plan_at(layout: Layout, config: Any) -> PipelinePlan:
+    """The stages of a model at this layout."""
+    parallel = TrainingParallelConfig(**layout.settings)
+    return plan_pipeline(parallel, config, seq_length=SEQUENCE, vocab_size=VOCABULARY)
+
+
+def state_at(
+    name: str, config: Any = None, *others: Any, mesh: Mesh | None = None, **settings: Any
+) -> TrainState:
+    """`tiny_state` at a LAYOUT. mesh: that of its ranks, if there is one already."""
+    layout, config = parse_layout(name), config or tiny_config()
+    mesh = mesh or layout.mesh(torch.device("cpu"))
+    settings |= {"zero_stage": layout.zero, "pipeline": plan_at(layout, config)}
+    return tiny_state(mesh, config, *others, **settings)
 
 
 @torch.no_grad()

@@ -26,7 +26,6 @@ from megatron.checkpoint.load import (
 from megatron.checkpoint.resume import find_start
 from megatron.checkpoint.save import save_checkpoint
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.parallel import TrainingParallelConfig
 from megatron.inference.generate import Sampling, generate
 from megatron.parallel.bucket import gathered
 from megatron.parallel.buckets import GradientBuckets
@@ -36,7 +35,6 @@ from megatron.parallel.initialize import materialize
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.sharding import TensorSlice, gather_whole, replicated, sharding_specs
-from megatron.train.pipelining import plan_pipeline
 from megatron.train.pretrain import build
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
@@ -47,12 +45,12 @@ from tests.layouts.matrix import slices
 from tests.refusals import refusal
 from tests.tiny import (
     SEED,
-    SEQUENCE,
     VOCABULARY,
     mesh_of_ranks,
     micro_batches,
     samples,
     save_state,
+    state_at,
     summed_loss,
     tiny_config,
     tiny_state,
@@ -64,14 +62,12 @@ LAYOUTS = ("data=3,zero=2", "tensor=2,data=2,sequence,zero=3", "pipeline=2,data=
 Tensors = dict[str, Tensor]
 
 
-def state_at(name: str, dtype: torch.dtype, seed: int = SEED, dropout: float = 0.0) -> TrainState:
+def narrow_state(
+    name: str, dtype: torch.dtype, seed: int = SEED, dropout: float = 0.0
+) -> TrainState:
     """Parts start at multiples of 64 elements, which cut rows of 24."""
     rates = {"hidden_dropout": dropout, "attention_dropout": dropout}
-    layout, config = parse_layout(name), tiny_config(hidden_size=24, **rates)
-    parallel = TrainingParallelConfig(**layout.settings)
-    plan = plan_pipeline(parallel, config, seq_length=SEQUENCE, vocab_size=VOCABULARY)
-    mesh, settings = layout.mesh(torch.device("cpu")), {"pipeline": plan, "seed": seed}
-    return tiny_state(mesh, config, dtype=dtype, zero_stage=layout.zero, **settings)
+    return state_at(name, tiny_config(hidden_size=24, **rates), dtype=dtype, seed=seed)
 
 
 def train_at(state: TrainState, steps: int) -> list[float]:
@@ -85,7 +81,7 @@ def train_at(state: TrainState, steps: int) -> list[float]:
 
 def save_at(name: str, directory: Path, dtype: torch.dtype, asynchronous: bool) -> Tensors:
     """All that is saved, whole; training goes on while it is written."""
-    state = state_at(name, dtype)
+    state = narrow_state(name, dtype)
     train_at(state, 2)
     saver, saved = saver_into(directory, state, asynchronous=asynchronous), slices(state)
     save(saver, state)
@@ -96,7 +92,7 @@ def save_at(name: str, directory: Path, dtype: torch.dtype, asynchronous: bool) 
 
 def load_at(name: str, paths: dict[str, Path], dtype: torch.dtype) -> dict[str, Tensors]:
     """Each checkpoint in a state of another seed, whose moments and padding hold rubbish."""
-    state, found = state_at(name, dtype, SEED + 1), {}
+    state, found = narrow_state(name, dtype, SEED + 1), {}
     for saved_at, path in paths.items():
         with torch.no_grad():
             for each in state.slices():
@@ -134,7 +130,7 @@ def test_every_tensor_is_the_same_at_another_layout(
 
 def resumed(name: str, path: Path | None, save_to: Path | None) -> tuple[Tensors, list[float]]:
     """Two steps from scratch or from `path`; then saved, and two more."""
-    state = state_at(name, torch.float64, dropout=0.1)
+    state = narrow_state(name, torch.float64, dropout=0.1)
     if path is not None:
         load(state, path)
     losses = train_at(state, 2)

@@ -1,6 +1,7 @@
 """Samples of a model in training: the text of generate.py, at every layout that trains."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,11 @@ from megatron.errors import UsageError
 from megatron.inference.generate import Sampling, generate
 from megatron.inference.samples import TextSamples, continue_texts
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.partition import partition
-from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.train.signals import Stopped
 from megatron.train.state import TrainState
 from tests.dist import Pool, on_ranks
 from tests.refusals import refusal
-from tests.tiny import SEQUENCE, VOCABULARY, mesh_of_ranks, tiny_config, tiny_state
+from tests.tiny import SEQUENCE, VOCABULARY, state_at, tiny_config
 from tests.train.test_callbacks import run
 from tests.train.test_loop import lines
 from tools.layouts.layout import parse_layout
@@ -26,17 +25,9 @@ from tools.layouts.layout import parse_layout
 PROMPTS = [[5, 6], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [99, 100, 0, 1], [5, 6]]
 SAMPLING = Sampling(SEQUENCE - 9, top_k=20, seed=5)
 ENDS = range(30, 45)  # so many that some texts end early
-LAYERS = 4
 
 
-def state_at(name: str) -> TrainState:
-    layout, plan = parse_layout(name), WHOLE_MODEL
-    if (ranks := layout.size("pipeline")) > 1:
-        stages = ranks * layout.virtual
-        kind = "interleaved" if layout.virtual > 1 else "1f1b"
-        plan = PipelinePlan(ranks, layout.virtual, kind, partition(LAYERS, stages, head=0.0))
-    config = tiny_config(num_layers=LAYERS)
-    return tiny_state(mesh_of_ranks(name), config, pipeline=plan, zero_stage=layout.zero)
+state_of = partial(state_at, config=tiny_config(num_layers=4))
 
 
 def continued(
@@ -52,7 +43,7 @@ def continued(
 
 
 def written(name: str, batch: int = 2) -> list[list[int]]:
-    state = state_at(name)
+    state = state_of(name)
     assert state.model.training
     new = continued(state, ends=ENDS, batch=batch)
     assert state.model.training
@@ -60,7 +51,7 @@ def written(name: str, batch: int = 2) -> list[list[int]]:
 
 
 def test_the_text_is_that_of_generation_at_every_layout(gloo: Pool) -> None:
-    model = state_at("serial").model.eval()
+    model = state_of("serial").model.eval()
     expected = generate(model, serial_mesh(), PROMPTS, SAMPLING, ends=ENDS)
     assert len({len(each) for each in expected}) > 2, "some end early"
     assert expected[0] != expected[4], "one prompt, two numbers"
@@ -79,7 +70,7 @@ def test_the_text_is_that_of_generation_at_every_layout(gloo: Pool) -> None:
 @on_ranks(2)
 def test_a_signal_to_one_rank_ends_the_samples_of_all() -> None:
     """It comes before the third forward."""
-    state, counts = state_at("data=2"), []
+    state, counts = state_of("data=2"), []
     rank = state.mesh.control.rank
 
     def wants_stop() -> bool:
@@ -93,19 +84,19 @@ def test_a_signal_to_one_rank_ends_the_samples_of_all() -> None:
 
 def test_nothing_is_computed_when_all_texts_have_ended() -> None:
     calls, ends = list[int](), range(VOCABULARY)
-    continued(state_at("serial"), [[1]], ends=ends, wants_stop=lambda: bool(calls.append(1)))
+    continued(state_of("serial"), [[1]], ends=ends, wants_stop=lambda: bool(calls.append(1)))
     assert len(calls) == 2
 
 
 def test_a_text_ends_where_the_sequence_ends() -> None:
     """A long prompt takes no room of a short one."""
     prompts, sampling = [[5] * (SEQUENCE - 1), [7]], Sampling(SEQUENCE + 9, seed=5)
-    new = continued(state_at("serial"), prompts, sampling, batch=2)
+    new = continued(state_of("serial"), prompts, sampling, batch=2)
     assert [len(each) for each in new] == [1, SEQUENCE - 1]
 
 
 def test_a_row_without_numbers_ends() -> None:
-    state = state_at("serial")
+    state = state_of("serial")
     with torch.no_grad():
         state.model.final_norm.bias[3] = torch.nan
     assert continued(state, [[1], [1]], batch=2) == [[], []]

@@ -22,11 +22,9 @@ from megatron.parallel.compare import unseen
 from megatron.parallel.context import local_tokens
 from megatron.parallel.kernels import use_cpu_kernels
 from megatron.parallel.mesh import Axis, ControlGroup, Mesh, connect_control, serial_mesh
-from megatron.parallel.schedules import PipelinePlan
 from megatron.parallel.sharding import load_whole
 from megatron.train.evaluate import mean_losses
 from megatron.train.objectives import Objective, WholeLogitsLoss
-from megatron.train.pipelining import plan_pipeline
 from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward, train_step
 from tests.bert import bert_config, bert_samples
@@ -41,6 +39,7 @@ from tests.tiny import (
     SEQUENCE,
     VOCABULARY,
     micro_batches,
+    plan_at,
     samples,
     save_state,
     tiny_config,
@@ -164,11 +163,6 @@ class Case:
             batch.loss_mask[np.arange(SEQUENCE) >= 3 + 5 * batch.numbers[:, None] % 13] = 0
         return of_documents(batch) if "documents" in self.options else batch
 
-    def plan(self, layout: Layout) -> PipelinePlan:
-        """The stages of this model there."""
-        parallel = TrainingParallelConfig(**layout.settings)
-        return plan_pipeline(parallel, self.config, seq_length=SEQUENCE, vocab_size=VOCABULARY)
-
     def objective(self, state: TrainState) -> Objective:
         if "whole-logits" not in self.options:
             return state.objective
@@ -237,7 +231,7 @@ def make_state(
     precision = PrecisionConfig()
     if dtype == torch.float16:
         precision = PrecisionConfig(fp16=True, initial_loss_scale="2**8")
-    plan = case.plan(layout)
+    plan = plan_at(layout, case.config)
     state = tiny_state(
         mesh,
         case.config,
@@ -359,7 +353,7 @@ def keeps_scores(case: Case, device: torch.device) -> bool:
 def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> formulas.Shape:
     """stage, rank: of this rank along the pipeline and the axis of heads."""
     layout = parse_layout(case.layout)
-    plan = case.plan(layout)
+    plan = plan_at(layout, case.config)
     own = plan.layers[stage :: plan.ranks]
     multiple = 1 if case.unmodified else 8  # of rows of the vocabulary on a rank
     parallel = TrainingParallelConfig(**layout.settings)

@@ -13,32 +13,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megatron.checkpoint.format import read_checkpoint
-from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.training import OptimizerConfig
 from megatron.errors import UsageError
 from megatron.optim.adam import MasterWeights
 from megatron.optim.by_name import find_optimizer
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.mesh import Mesh, serial_mesh
-from megatron.train.pipelining import plan_pipeline
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.dist import on_ranks
 from tests.optim.test_adam import RATES, plain_run
 from tests.refusals import field_of, refusal
 from tests.tiny import (
-    SEQUENCE,
-    VOCABULARY,
     assert_relative,
     mesh_of_ranks,
     micro_batches,
     samples,
     save_state,
-    tiny_config,
-    tiny_state,
+    state_at,
     whole_slices,
 )
-from tools.layouts.layout import parse_layout
 
 DECAY, BETAS, EPSILON = 0.1, (0.8, 0.9), 1e-6
 HERE = "tests.optim.test_by_name:"
@@ -111,10 +105,7 @@ def config_of(name: str) -> OptimizerConfig:
 
 def start(words: str, config: OptimizerConfig, mesh: Mesh | None = None) -> TrainState:
     """mesh: of the ranks of the pool; None for one process."""
-    layout, sizes = parse_layout(words), {"seq_length": SEQUENCE, "vocab_size": VOCABULARY}
-    plan = plan_pipeline(TrainingParallelConfig(**layout.settings), tiny_config(), **sizes)
-    mesh = mesh or serial_mesh()
-    return tiny_state(mesh, optimizer=config, zero_stage=layout.zero, pipeline=plan)
+    return state_at(words, optimizer=config, mesh=mesh)
 
 
 def train(state: TrainState, *numbers: int) -> None:

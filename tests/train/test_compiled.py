@@ -31,8 +31,6 @@ from megatron.parallel import cross_entropy, fused_softmax, kernels
 from megatron.parallel.context import local_tokens
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.offload import on_host
-from megatron.parallel.partition import partition
-from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.parallel.zero3 import GatheredBucket
 from megatron.train.compiled import WARM_UP, StepGraph, choose_graph, compile_layers, keeps
 from megatron.train.diagnose import find_first
@@ -47,6 +45,7 @@ from tests.tiny import (
     assert_gradients,
     micro_batches,
     samples,
+    state_at,
     summed_loss,
     tiny_config,
     tiny_state,
@@ -89,15 +88,11 @@ def first_steps(
     size: int = 2,
 ) -> tuple[list[float], dict[str, Tensor], Counter[str]]:
     """(losses of three steps, the first by its parts; gradients of the first, graphs) of a rank."""
-    cut = parse_layout(layout)
-    mesh, config = cut.mesh(CPU), CONFIGS[kind](**changes)
-    stages = cut.size("pipeline")
-    layers = partition(config.num_layers, stages, head=0.0)
-    plan = PipelinePlan(stages, 1, cut.schedule or "1f1b", layers)
-    state = tiny_state(mesh, config, dtype=dtype, pipeline=plan if stages > 1 else WHOLE_MODEL)
+    state = state_at(layout, CONFIGS[kind](**changes), dtype=dtype)
     if backend is not None:
         compile_layers(state.model, backend)
-    batches = [local_tokens(each, mesh) for each in micro_batches(SAMPLES[kind](8), mesh, size)]
+    batches = micro_batches(SAMPLES[kind](8), state.mesh, size)
+    batches = [local_tokens(each, state.mesh) for each in batches]
     state.model.train()
     with compiler() as found:
         losses = forward_backward(state, batches, count(state, batches)).flatten().tolist()

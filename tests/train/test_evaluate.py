@@ -7,8 +7,6 @@ from torch import Tensor
 
 from megatron.models.registry import config_of
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.partition import partition
-from megatron.parallel.schedules import PipelinePlan
 from megatron.train.evaluate import mean_losses, whole_logits
 from megatron.train.signals import Stopped
 from tests.bert import bert_config, bert_samples
@@ -20,11 +18,11 @@ from tests.tiny import (
     mesh_of_ranks,
     rows,
     samples,
+    state_at,
     tiny_config,
     tiny_model,
     tiny_state,
 )
-from tools.layouts.layout import parse_layout
 
 
 class Split:
@@ -77,13 +75,11 @@ class Recorded(Split):
 
 def read_until_a_stop(layout: str) -> list[int]:
     """Numbers read of 100 samples, where the last rank wants to stop before its third group."""
-    mesh = parse_layout(layout).mesh(torch.device("cpu"))
-    stages = mesh.pipeline.size
-    pipeline = PipelinePlan(stages, 1, "1f1b", partition(2, stages, head=0.0))
-    state, data = tiny_state(mesh, pipeline=pipeline), Recorded()
+    state, data = state_at(layout), Recorded()
+    mesh, plan = state.mesh, state.pipeline
     votes = iter([False, False, mesh.control.rank == mesh.size() - 1])
     with pytest.raises(Stopped):
-        mean_losses(state.model, state.objective, data, 100, 2, mesh, pipeline, votes.__next__)
+        mean_losses(state.model, state.objective, data, 100, 2, mesh, plan, votes.__next__)
     return data.asked
 
 
