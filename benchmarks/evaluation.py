@@ -23,7 +23,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 import torch
 
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
-from benchmarks.peers import TRANSFORMERS, transformers_gpt2
+from benchmarks.peers import TRANSFORMERS, transformers_model
 from benchmarks.steps import SEED
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.model import GPT2Config
@@ -62,7 +62,7 @@ def ours(rank: Rank, file: Path, tokenizer: Path, per_document: bool = False) ->
 def transformers(rank: Rank, file: Path, tokenizer: Path) -> Turn:
     from transformers import GPT2Tokenizer
 
-    model: Any = transformers_gpt2(CONFIG, VOCABULARY).to(rank.device).eval()
+    model: Any = transformers_model(CONFIG, VOCABULARY).to(rank.device).eval()
     files = {"vocab": str(tokenizer / "vocab.json"), "merges": str(tokenizer / "merges.txt")}
     byte_pairs = GPT2Tokenizer(**files)
 

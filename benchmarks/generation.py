@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
-from benchmarks.peers import TRANSFORMERS, transformers_gpt2
+from benchmarks.peers import TRANSFORMERS, transformers_model
 from benchmarks.steps import SEED
 from megatron.config.model import GPT2Config
 from megatron.inference.generate import Sampling, generate
@@ -53,7 +53,7 @@ def ours(rank: Rank, config: GPT2Config, lengths: list[int], new: int) -> Turn:
 
 
 def transformers(rank: Rank, config: GPT2Config, lengths: list[int], new: int) -> Turn:
-    model = transformers_gpt2(config, VOCABULARY).to(rank.device).eval()
+    model = transformers_model(config, VOCABULARY).to(rank.device).eval()
     rows = [[0] * (LONGEST - len(each)) + each for each in prompts_of(lengths)]
     masks = [[0] * (LONGEST - n) + [1] * n for n in lengths]
     tokens, mask = (torch.tensor(each, device=rank.device) for each in (rows, masks))

@@ -145,9 +145,9 @@ dropout() { # wanted: attention's dropout by coordinates at most 1.1 of the kern
         "$ours, dropout 0.1, attention's by flex"
 }
 offload() { # memory, time and copies beside kernels, with and without
-    local sizes=()
-    [[ $small ]] && sizes=(--small)
-    question offload offload "${sizes[@]}"
+    steps 355M_offload gpt2_355m 8 1 "${traces[@]}" --contenders "$ours, not compiled" \
+        "$ours, optimizer on the host" "$ours, activations on the host" \
+        "$ours, optimizer and activations on the host"
 }
 modes() { # kernels of one rank of 2 x 2 beside one of four, without calls
     local sizes=(--hidden-sizes 1536 4096 --tokens 16384)
@@ -155,9 +155,8 @@ modes() { # kernels of one rank of 2 x 2 beside one of four, without calls
     question tensor_modes tensor_modes --stub-communication --turns 10 "${sizes[@]}"
 }
 hf() { # unmodified models by a plan on one rank
-    local sizes=()
-    [[ $small ]] && sizes=(--small)
-    question huggingface huggingface --tensor-model-parallel-size 1 --dtypes bf16 --turns 10 "${sizes[@]}"
+    question huggingface models --models llama gpt2 --tensor-model-parallel-size 1 --dtypes bf16 \
+        --turns 10 ${small:+--small}
 }
 ring() { # wanted: one rank of 2 to 8 takes 1.1 / ranks of the time of one that has all tokens
     local sizes=(--seq-length 131072 --simulated 2 4 8)

@@ -9,7 +9,7 @@ floor            only the matmuls of the step, each in the memory layout that is
 
 In bf16 this project and Megatron-Core compute on bf16 weights with fp32 masters. The others run as
 their users do, on fp32 weights under autocast, whose conversions are part of their steps. Peers of
-llama.py and huggingface.py keep weights, gradients and moments in bf16 (Training).
+models.py keep weights, gradients and moments in bf16 (Training).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from timeit import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from benchmarks.harness import Figures, Rank, Turn
 from benchmarks.plain_gpt2 import PlainGPT2
 from benchmarks.steps import LEARNING_RATE, SEED, batch_of, draw, dtype_of, precision_of, read
-from megatron.config.model import GPT2Config, LlamaConfig, ModelConfig, TextModelConfig
+from megatron.config.model import ModelConfig
 from megatron.config.pretrain import PretrainConfig, PretrainGPT2Config
+from megatron.data.images import ImageBatch
 from megatron.libraries import failure
 from megatron.models.build import build_on_meta
 from megatron.parallel.initialize import initial_value
@@ -43,19 +44,12 @@ from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import sharding_specs
 from megatron.train.executor import to_device
 from megatron.train.state import DTYPES
-from tools.convert.gpt2 import GPT2
-from tools.convert.llama import LLAMA
-from tools.convert.weights import resolve, to_theirs
+from tools.convert.weights import model_of_transformers
 from tools.layouts.job import open_samples
 from tools.plan.trace import Step
 
-if TYPE_CHECKING:
-    from transformers import GPT2LMHeadModel, LlamaForCausalLM
-
-    from tools.convert.table import Family
-
 TRANSFORMERS = "transformers.models.gpt2.modeling_gpt2"
-"""Only contenders that call `transformers_gpt2` need this module; its import takes seconds."""
+"""Only contenders that call `transformers_model` need this module; its import takes seconds."""
 
 
 def initial_weights(
@@ -85,8 +79,8 @@ def in_parts(weights: Mapping[str, Tensor], parts: int) -> dict[str, Tensor]:
 class Training:
     """Training steps as a user of torch writes them: AdamW updates the parameters in their dtype.
 
-    loss: mean over int64 [b, s] inputs and labels. models: number of ranks that read different
-    samples, and whose gradients are averaged. autocast: compute in bf16.
+    loss: mean over int64 [b, s] tokens, or images, and their labels. models: number of ranks that
+    read different samples, and whose gradients are averaged. autocast: compute in bf16.
     """
 
     rank: Rank
@@ -124,13 +118,14 @@ class Training:
     def __call__(self) -> Figures:
         """A turn is one update; the loss is that before the update."""
         own, device = self.rank.rank % self.models, self.rank.device
-        batch = batch_of(self.config, self.number, own, self.models)
+        batch: Any = batch_of(self.config, self.number, own, self.models)
         self.number += 1
-        tokens, labels = to_device(device, batch.tokens, batch.labels)
+        inputs = batch.images if isinstance(batch, ImageBatch) else batch.tokens
+        inputs, labels = to_device(device, inputs, batch.labels)
         self.adamw.zero_grad(set_to_none=True)
         with parallel.loss_parallel():  # no effect on plain tensors
             with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
-                loss = self.loss(tokens.contiguous(), labels.contiguous())
+                loss = self.loss(inputs.contiguous(), labels.contiguous())
             loss.backward()
         self.update()
         mean = loss.detach() / self.models
@@ -237,53 +232,13 @@ def plain(rank: Rank, flags: Sequence[str], *, compiled: bool = False, fast: boo
     )
 
 
-def with_our_weights(
-    table: Family,
-    build: Callable[[Any], Any],
-    theirs: Any,
-    config: TextModelConfig,
-    device: torch.device | None,
+def transformers_model(
+    config: ModelConfig, vocab_size: int, device: torch.device | None = None
 ) -> Any:
-    """Their model, made by build(theirs), with this project's initial weights, converted as in
-    tools/convert_hf.py. device: see initial_weights."""
-    vocab_size = theirs.vocab_size
+    """The model of transformers with this project's initial weights. device: see
+    initial_weights."""
     weights = initial_weights(config, vocab_size, device)
-    with device or nullcontext():
-        model = build(theirs)
-    # GPT-2's buffers of masks are not among the weights.
-    converted = to_theirs(table, resolve(table, config, vocab_size), weights)
-    model.load_state_dict(converted, strict=table is not GPT2)
-    assert model.config._attn_implementation == "sdpa"
-    return model.train()
-
-
-def transformers_gpt2(
-    config: GPT2Config, vocab_size: int, device: torch.device | None = None
-) -> GPT2LMHeadModel:
-    from transformers import GPT2Config as TheirConfig
-    from transformers import GPT2LMHeadModel
-
-    options = GPT2.options_of(config) | {"bos_token_id": None, "eos_token_id": None}
-    theirs = TheirConfig(vocab_size=vocab_size, **options)
-    return with_our_weights(GPT2, GPT2LMHeadModel, theirs, config, device)
-
-
-def transformers_llama(
-    config: LlamaConfig, vocab_size: int, device: torch.device | None = None
-) -> LlamaForCausalLM:
-    from transformers import LlamaConfig as TheirConfig
-    from transformers import LlamaForCausalLM
-
-    theirs = TheirConfig(vocab_size=vocab_size, **LLAMA.options_of(config))
-    return with_our_weights(LLAMA, LlamaForCausalLM, theirs, config, device)
-
-
-MODELS: dict[str, Callable[..., Any]] = {"gpt2": transformers_gpt2, "llama": transformers_llama}
-
-
-def transformers_model(config: PretrainConfig, device: torch.device | None = None) -> Any:
-    """The model of transformers that these settings describe. device: see initial_weights."""
-    return MODELS[config.model.kind](config.model, open_samples(config)[1], device)
+    return model_of_transformers(config, vocab_size, weights, device)
 
 
 def causal_loss(
@@ -310,7 +265,7 @@ def transformers(
 ) -> Turn:
     config, entropy = read(flags, 1, settings), F.cross_entropy
     drawn_on = rank.device if fast else None
-    model = transformers_model(config, drawn_on).to(rank.device)
+    model = transformers_model(config.model, open_samples(config)[1], drawn_on).to(rank.device)
     if compiled:
         # Block by block: if the whole model is compiled, attention gets its mask as a tensor, and
         # torch has no flash attention with that.
@@ -332,7 +287,8 @@ def transformers_in_dtype(
     """Weights, gradients and moments are in the dtype of the flags. plan: of torch's
     parallelize_module. logits: see causal_loss."""
     config = read(flags, rank.size, settings)
-    model = transformers_model(config).to(rank.device, dtype_of(config))
+    model = transformers_model(config.model, open_samples(config)[1])
+    model.to(rank.device, dtype_of(config))
     if plan is not None:
         parallel.parallelize_module(model, rank.mesh().device_mesh()["tensor"], plan())
     return Training(rank, config, model, causal_loss(model, dtype=logits))

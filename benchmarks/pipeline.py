@@ -24,8 +24,8 @@ if sys.hexversion < 0x30B0000:
     sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
 
 import shlex
-import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -51,6 +51,7 @@ from megatron.parallel.partition import head_weight, partition
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan, check, schedule
 from megatron.train.step import count, forward_backward, train_step
 from tools.layouts.job import open_samples
+from tools.layouts.work import Meter
 
 OURS, TORCH = "this project", "torch.distributed.pipelining"
 ALONE, PLAIN = "this project, one process", "plain torch, one process"
@@ -184,30 +185,9 @@ def piped(stages: list[PipelineStage], loss_of: Run, micro_batches: int) -> Run:
     return run
 
 
-class KeptBytes:
-    """Counts bytes of live storages that autograd saves under its hooks, without parameters."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.live = self.peak = 0
-        storages = (each.untyped_storage() for each in model.parameters())
-        self.known = {id(memory): memory for memory in storages}
-        self.memories: dict[int, Any] = {}
-        self.hooks = saved_tensors_hooks(self.pack, lambda tensor: tensor)
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        memory = tensor.untyped_storage()
-        key, size = id(memory), memory.nbytes()
-        if key in self.memories or key in self.known:
-            return tensor
-
-        def free(_: object) -> None:
-            del self.memories[key]
-            self.live -= size
-
-        self.memories[key] = weakref.ref(memory, free)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        return tensor
+def watch(meter: Meter, tensor: Tensor) -> Tensor:
+    meter.watch(tensor)
+    return tensor
 
 
 def counted(rank: Rank, flags: Sequence[str], kind: str, micro_batches: int) -> Turn:
@@ -227,8 +207,8 @@ def counted(rank: Rank, flags: Sequence[str], kind: str, micro_batches: int) -> 
             return found
         peaks = []
         for number in (1, micro_batches):
-            kept = KeptBytes(state.model)
-            with kept.hooks:
+            kept = Meter(mesh, [*state.model.parameters()])
+            with saved_tensors_hooks(partial(watch, kept), lambda tensor: tensor):
                 step(number)
             peaks.append(kept.peak)
         for other, (one, all_) in enumerate(mesh.control.gather(peaks)):

@@ -29,18 +29,13 @@ from statistics import fmean
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
-
 from benchmarks import steps
-from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
+from benchmarks.harness import Column, Contender, Flags, Question, scratch
 from benchmarks.report import NOT_MEASURED, Results
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.files import write_atomically
 from megatron.errors import UsageError
-from megatron.train.pipelining import plan_of_run
-from megatron.train.step import train_step
-from tools.layouts.job import open_samples
 from tools.plan.hardware import load_hardware
 from tools.plan.score import in_order
 from tools.plan.timing import predict
@@ -49,7 +44,8 @@ from tools.plan.trace import Step
 ROOT = Path(__file__).resolve().parents[1]
 CORES = os.cpu_count() or 1
 MODEL = """--preset quickstart --hidden-size 256 --num-attention-heads 8 --vocab-size 4096 --no-bf16
---micro-batch-size 2 --global-batch-size 8"""
+--micro-batch-size 2"""
+SAMPLES = 8  # of a step
 SMALL = "--hidden-size 128 --seq-length 64 --vocab-size 512"
 T, P, ROWS = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--sequence-parallel"
 ZERO, AGAIN, DEEP = "--zero-stage", "--recompute-granularity full", "--num-layers 8"
@@ -92,24 +88,6 @@ LAYOUTS = {  # flags by ranks; the model has 4 layers
 PREDICTED, ERROR = "predicted seconds", "error, %"
 
 
-def train(rank: Rank, flags: list[str]) -> Turn:
-    """A step with all of its micro-batches, each on new samples."""
-    config = parse(PretrainGPT2Config, flags, {})
-    plan = plan_of_run(config, open_samples(config)[1], rank.size)
-    state = steps.build(config, steps.mesh_of(rank, config), pipeline=plan)
-    samples, size = open_samples(config)[0], config.training.micro_batch_size
-    data, count = state.mesh.batch, config.micro_batches(rank.size)
-
-    def turn() -> Figures:
-        firsts = [state.samples + (n * data.size + data.rank) * size for n in range(count)]
-        numbers = [np.arange(first, first + size) for first in firsts]
-        batches = [samples.batch(each.tolist()).numbered(each) for each in numbers]
-        result = train_step(state, batches, steps.LEARNING_RATE)
-        return {"loss": result.loss, "tokens": result.tokens}
-
-    return turn
-
-
 def measured(model: str, ranks: int) -> Path:
     """The file of --measure on so many processes."""
     file = scratch() / f"here_{ranks}.toml"
@@ -138,14 +116,13 @@ def contenders(
     if flags.device != "cpu":
         works = ("--device", "cpu")
         raise UsageError("--device", flags.device, "cpu: its layouts are small", works=works)
-    model = f"{MODEL} {SMALL if flags.small else ''}"
+    model = f"{MODEL} --global-batch-size {SAMPLES} {SMALL if flags.small else ''}"
     found = []
     for number in ranks:
         hardware = load_hardware(str(measured(model, number)))
         for layout in LAYOUTS[number][:most_layouts]:
             words = [*shlex.split(model), *layout.split()]
-            config = parse(PretrainGPT2Config, words, {})
-            config.check(number)
+            config = steps.read(words, number, samples=SAMPLES)
             step = Step(config, number, "fp32", hardware.device)
             facts = {
                 "predicted": predict(step, hardware).total,
@@ -162,8 +139,8 @@ def contenders(
         depth = parse(PretrainGPT2Config, words, {}).model.num_layers
         yield Contender(
             layout.replace(DEEP, "").strip() or "data parallel" * (number > 1) or "one rank",
-            train,
-            {"flags": words},
+            steps.ours,
+            {"flags": words, "samples": SAMPLES},
             group=f"{number} rank{'s' * (number > 1)}{shared}, {depth} layers",
             ranks=number,
             facts=facts,

@@ -49,12 +49,6 @@ def traced(turn: Turn, rank: Rank, file: Path) -> tuple[Any, Sequence[Event], fl
     return found, json.loads(file.read_text())["traceEvents"], whole
 
 
-def events_of(turn: Turn, rank: Rank) -> tuple[Sequence[Event], float]:
-    """(events, seconds) of one turn, without a file that stays."""
-    with tempfile.TemporaryDirectory() as folder:
-        return traced(turn, rank, Path(folder, "trace.json"))[1:]
-
-
 def write_profile(turn: Turn, rank: Rank, folder: Path, name: str, wall: float) -> Figures:
     """Write a trace of every rank and, for the first one, torch's table of operators. wall, and the
     returned figures: see by_kind."""
@@ -74,7 +68,8 @@ def shares_by_axis(turn: Turn, rank: Rank, mesh: Any) -> dict[str, float]:
     waits for its ranks; "axis, exposed": the same without time in which anything computes. gloo's
     events do not name their group: on a CPU the result is empty if several axes communicate."""
     axes, is_named = [axis for axis in mesh.axes if axis.size > 1], rank.device_type == "cuda"
-    events, whole = events_of(turn, rank)
+    with tempfile.TemporaryDirectory() as folder:
+        _, events, whole = traced(turn, rank, Path(folder, "trace.json"))
     found = {}
     for axis in axes if is_named or len(axes) == 1 else ():
         group = axis.group.group_name if is_named else ""
@@ -83,22 +78,14 @@ def shares_by_axis(turn: Turn, rank: Rank, mesh: Any) -> dict[str, float]:
     return found
 
 
-def copies_beside_kernels(events: Iterable[Event]) -> Figures:
-    """Seconds in which the GPU copies from or to the host, and those of them in which kernels run,
-    too."""
-    on_gpu = [each for each in events if each.get("cat") in ON_GPU]
-    kernels = [each for each in on_gpu if each["cat"] == "kernel"]
-    copies = [each for each in on_gpu if re.match("Memcpy (DtoH|HtoD)", each["name"])]
-    return {"copies": seconds(copies), "beside_kernels": seconds(copies) - exposed(copies, kernels)}
-
-
 def by_kind(events: Iterable[Event], wall: float) -> Figures:
     """Figures from a trace of `traced`. wall: seconds of a turn that was not traced.
 
     device_ms: milliseconds by kind; streams add up. idle: wall time in which nothing runs (on a
     CPU, of the trace). A GPU also has launches: number of kernels, copies and fills; reads: copies
     to the host; host_ms: time from the start of the turn to the last launch, without copies and
-    synchronisation, in which the host waits, but with the profiler's own work.
+    synchronisation, in which the host waits, but with the profiler's own work; copies_ms: time in
+    which it copies from or to the host; hidden_copies_ms: the part of it in which kernels run, too.
     """
     timed = [each for each in events if each.get("ph") == "X"]
     kernels = [each for each in timed if each.get("cat") in ON_GPU]
@@ -124,6 +111,10 @@ def by_kind(events: Iterable[Event], wall: float) -> Figures:
         reads = sum(each["name"].startswith("Memcpy DtoH") for each in kernels)
         host = (max(launch) - start) / 1e3 - waited
         figures = {"launches": len(kernels), "reads": reads, "host_ms": host}
+        copies = [each for each in kernels if re.match("Memcpy (DtoH|HtoD)", each["name"])]
+        alone = exposed(copies, [each for each in kernels if each["cat"] == "kernel"])
+        figures["copies_ms"] = 1e3 * seconds(copies)
+        figures["hidden_copies_ms"] = figures["copies_ms"] - 1e3 * alone
     return figures | {"device_ms": dict(milliseconds)}
 
 
@@ -181,4 +172,6 @@ COLUMNS = (  # for a question whose turns are profiled
     Column("launches", "launches", "{:,.0f}"),
     Column("host, ms", "host_ms", "{:.2f}"),
     Column("reads", "reads", "{:g}"),
+    Column("copies from or to the host, ms", "copies_ms", "{:.1f}"),
+    Column("beside kernels, ms", "hidden_copies_ms", "{:.1f}"),
 )

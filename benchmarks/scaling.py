@@ -27,7 +27,7 @@ if sys.hexversion < 0x30B0000:
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -38,14 +38,13 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 import torch
 
 from benchmarks import steps
-from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
+from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
 from benchmarks.profiles import shares_by_axis
 from benchmarks.report import Results
 from megatron.config.launch import world_size
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.train.launch import default_precision
-from megatron.train.step import train_step
 from tools.layouts.meters import counting
 from tools.plan.figure5 import COPIES, HEADS, MODELS, ROWS, STRONG
 from tools.plan.hardware import Hardware
@@ -63,7 +62,8 @@ TENSOR, PIPELINE = "--tensor-model-parallel-size {n}", "--pipeline-model-paralle
 CONTEXT = "--context-parallel-size {n} --cp-comm-type"
 SAMPLES = 8  # of a rank and step
 MINIATURE = """--preset quickstart --num-layers 8 --hidden-size 256 --num-attention-heads 8
---seq-length 256 --max-position-embeddings 256 --vocab-size 4096 --micro-batch-size 2"""
+--seq-length 256 --max-position-embeddings 256 --vocab-size 4096 --micro-batch-size 2
+--no-compile"""
 AxisName = Literal[
     "data", "zero-1", "zero-2", "zero-3", "tensor", "sequence", "2d", "context", "ring", "1f1b",
     "interleaved", "zb-h1",
@@ -135,29 +135,13 @@ def train(rank: Rank, flags: list[str]) -> Turn:
     return lambda: step() | shares
 
 
-def step_of(flags: list[str], ranks: int, precision: str, device: str) -> Step:
-    """A step of SAMPLES for each rank."""
-    config = steps.read(flags, ranks)
-    training = replace(config.training, global_batch_size=SAMPLES * ranks)
-    return Step(replace(config, training=training), ranks, precision, device)
-
-
-def along(rank: Rank, flags: list[str], precision: str) -> Turn:
-    step = step_of(flags, rank.size, precision, rank.device_type)
-    mesh = steps.mesh_of(rank, step.config)
-    state, data = steps.build(step.config, mesh, pipeline=step.pipeline), mesh.batch
-
-    def turn() -> Figures:
-        numbers = range(state.step * step.micro_batches, (state.step + 1) * step.micro_batches)
-        batches = [steps.batch_of(step.config, each, data.rank, data.size) for each in numbers]
-        done = train_step(state, batches, steps.LEARNING_RATE)
-        return {"loss": done.loss, "tokens": done.tokens}
-
-    ties = [axis for bucket in state.gradients.tied for axis in bucket.axes]
-    with counting(mesh, ties) as counts:
-        turn()
+def along(rank: Rank, flags: list[str]) -> Turn:
+    run = steps.ours(rank, flags, samples=SAMPLES * rank.size)
+    ties = [axis for bucket in run.state.gradients.tied for axis in bucket.axes]
+    with counting(run.state.mesh, ties) as counts:
+        run()
     sent = sum(counts.sent_bytes.values())
-    return lambda: turn() | {"sent": sent}
+    return lambda: run() | {"sent": sent}
 
 
 def by_axis(
@@ -170,14 +154,14 @@ def by_axis(
         if axis == "2d" and ranks == 2:  # no square
             continue
         words = f"{model} {AXES[axis].format(n=ranks)} {PRECISIONS[precision]}".split()
-        step = step_of(words, ranks, precision, flags.device)
+        config = steps.read(words, ranks, samples=SAMPLES * ranks)
+        step = Step(config, ranks, precision, flags.device)
         used = {call.axis for calls in step.calls.values() for call in calls}
         facts = {"ranks": ranks, "planned": sum(map(step.sent, used))}
         if machine:
             facts["planned_seconds"] = predict(step, machine).total * max(1, ranks / cores)
         name = f"{axis}, {ranks} ranks" if ranks > 1 else "one rank"
-        own = {"flags": words, "precision": precision}
-        yield Contender(name, along, own, facts=facts, ranks=ranks)
+        yield Contender(name, along, {"flags": words}, facts=facts, ranks=ranks)
 
 
 def result(found: Results) -> str:

@@ -1,8 +1,8 @@
 """Training steps of this project as contenders, by the flags of pretrain_gpt2.py.
 
 Every feature of the program can be a contender: another layout, recomputation, dropout or precision
-is another list of flags. A step is one micro-batch per data-parallel rank. Samples are random
-tokens, a function of their number, so that peers read the same.
+is another list of flags. A step is one micro-batch per data-parallel rank, but where `samples` says
+how many it has. Samples are random tokens, a function of their number, so that peers read the same.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from megatron.parallel.mesh import ControlGroup, Mesh, build_mesh
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.parallel.sharding import ShardingSpec
 from megatron.train.machine import choose_compile
+from megatron.train.pipelining import plan_of_run
 from megatron.train.state import DTYPES, TrainState, build_state
 from megatron.train.step import train_step
 from tools.layouts.job import open_samples
@@ -52,11 +53,13 @@ def read(
     flags: Sequence[str],
     ranks: int = 1,
     settings: type[AnyPretrainConfig] = PretrainGPT2Config,  # type: ignore[assignment]
+    samples: int | None = None,
 ) -> AnyPretrainConfig:
-    """The settings of pretrain_gpt2.py, or of another kind of model. Raises UsageError if they do
-    not fit this number of ranks."""
+    """The settings of pretrain_gpt2.py, or of another kind of model. samples: of a step on all
+    ranks; by default one micro-batch per data-parallel rank. Raises UsageError if they do not fit
+    this number of ranks."""
     given = parse(settings, list(flags), {})
-    config = replace(given, training=replace(given.training, global_batch_size=None))
+    config = replace(given, training=replace(given.training, global_batch_size=samples))
     config.check(ranks)
     return config
 
@@ -69,10 +72,10 @@ def dtype_of(config: PretrainConfig) -> torch.dtype:
     return DTYPES[precision_of(config)]
 
 
-def batch_of(config: PretrainConfig, step: int, rank: int = 0, ranks: int = 1) -> Batch:
-    """The batch of a step for data-parallel rank `rank` of `ranks`."""
+def batch_of(config: PretrainConfig, number: int, rank: int = 0, ranks: int = 1) -> Batch:
+    """A micro-batch for data-parallel rank `rank` of `ranks`, by its number on this rank."""
     size = config.training.micro_batch_size
-    numbers = np.arange(size) + (step * ranks + rank) * size
+    numbers = np.arange(size) + (number * ranks + rank) * size
     return open_samples(config)[0].batch(numbers.tolist()).numbered(numbers)
 
 
@@ -150,15 +153,18 @@ def make_mesh(rank: Rank, sizes: Mapping[str, int], of_ranks: int = 1, **options
 
 @dataclass
 class Run:
-    """A run of this project; a turn is one training step, on the next samples."""
+    """A run of this project; a turn is one training step, on the next samples. count: number of
+    micro-batches of a step on each rank."""
 
     config: PretrainConfig
     state: TrainState
+    count: int = 1
 
     def __call__(self) -> dict[str, Any]:
-        data = self.state.mesh.batch
-        batch = batch_of(self.config, self.state.step, data.rank, data.size)
-        result = train_step(self.state, [batch], LEARNING_RATE)
+        data, first = self.state.mesh.batch, self.state.step * self.count
+        numbers = range(first, first + self.count)
+        batches = [batch_of(self.config, each, data.rank, data.size) for each in numbers]
+        result = train_step(self.state, batches, LEARNING_RATE)
         return {"loss": result.loss, "tokens": result.tokens}
 
 
@@ -167,12 +173,16 @@ def ours(
     flags: Sequence[str],
     *,
     settings: type[PretrainConfig] = PretrainGPT2Config,
+    samples: int | None = None,
     of_ranks: int = 1,
     fast: bool = False,
 ) -> Run:
-    """settings: see read. of_ranks: see mesh_of. fast: see build."""
-    config = read(flags, max(rank.size, of_ranks), settings)
+    """settings, samples: see read. of_ranks: see mesh_of. fast: see build."""
+    ranks = max(rank.size, of_ranks)
+    config = read(flags, ranks, settings, samples)
     mesh = mesh_of(rank, config, of_ranks)
     compiled, warnings = choose_compile(config.training.compile, mesh)
     rank.notes += warnings
-    return Run(config, build(config, mesh, compiled=compiled, fast=fast))
+    pipeline = plan_of_run(config, open_samples(config)[1], ranks)
+    state = build(config, mesh, compiled=compiled, fast=fast, pipeline=pipeline)
+    return Run(config, state, config.micro_batches(ranks))

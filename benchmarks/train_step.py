@@ -4,11 +4,12 @@ A step is forward, loss, backward, reduction, clipping by the global norm and fu
 dropout, from the same weights on the same samples. A run whose contenders differ in the losses of
 their first steps reports nothing; on a CPU, losses with recomputation have to be equal bit for bit.
 `peers.py` describes the contenders. Memory is that of all ranks without their imported modules;
-late imports of Megatron-Core count as its memory. FLOPs, with recomputation and all of attention,
-and the memory that a rank keeps for the backward are those of tools/plan.py. The floor is only the
-step's matmuls: its ratio is the share of the floor that this project reaches. Claims against peers
-are made only for hidden sizes from 768 and sequences from 512 tokens up; smaller models are also
-shown. Figures over gloo say nothing about NCCL.
+late imports of Megatron-Core count as its memory. Beside contenders with the optimizer's state or
+the activations on the host it is that from the first turn on; on a CPU nothing is copied. FLOPs,
+with recomputation and all of attention, and the memory that a rank keeps for the backward are those
+of tools/plan.py. The floor is only the step's matmuls: its ratio is the share of the floor that
+this project reaches. Claims against peers are made only for hidden sizes from 768 and sequences
+from 512 tokens up; smaller models are also shown. Figures over gloo say nothing about NCCL.
 """
 
 import sys
@@ -36,19 +37,24 @@ from tools.plan.timing import predict
 from tools.plan.trace import Step
 
 OURS, FLOOR = "this project", "floor"
-DROPOUT = "this project, dropout 0.1"
+DROPOUT, ON_HOST = "this project, dropout 0.1", "on the host"
 DROPPED = "--attention-dropout 0.1 --hidden-dropout 0.1"
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+AS_WRITTEN = "--no-compile --no-cuda-graph"
 VARIANTS = {  # name: flags
     OURS: "",
     "this project, sequence parallel": "--sequence-parallel",
     "this project, full recomputation": "--recompute-granularity full",
     "this project, selective recomputation": "--recompute-granularity selective",
     "this project, no CUDA graph": "--no-cuda-graph",
-    "this project, not compiled": "--no-compile --no-cuda-graph",
+    "this project, not compiled": AS_WRITTEN,
     DROPOUT: DROPPED,
     f"{DROPOUT}, attention's by coordinates": f"{DROPPED} --attention-dropout-rng coordinates",
     f"{DROPOUT}, attention's by flex": f"{DROPPED} --attention-dropout-rng coordinates-flex",
+    f"this project, optimizer {ON_HOST}": f"{AS_WRITTEN} --optimizer-cpu-offload",
+    f"this project, activations {ON_HOST}": f"{AS_WRITTEN} --cpu-offload-activations",
+    f"this project, optimizer and activations {ON_HOST}": f"{AS_WRITTEN} --optimizer-cpu-offload "
+    "--cpu-offload-activations",
 }
 ALONE, SEVERAL, ANY = range(1, 2), range(2, 1000), range(1, 1000)
 PEERS: dict[str, tuple[Any, range]] = {  # name: (function, tensor-parallel sizes)
@@ -151,7 +157,7 @@ def contenders(
         config = steps.read(given, ranks, kind)
         is_large = config.model.hidden_size >= 768 and config.data.seq_length >= 512
         facts: dict[str, Any] = {"is_large": is_large}
-        if name != FLOOR:
+        if name != FLOOR and "--cpu-offload-activations" not in given:  # which a plan cannot count
             step = Step(config, ranks, dtype, flags.device)
             executed, useful = step.executed_flops / ranks, step.flops / ranks
             if name in VARIANTS:
@@ -173,6 +179,7 @@ def contenders(
             threads=max(1, threads // ranks),
             needs=NEEDS.get(name, ()),
             missing=missing,
+            memory_of_turns=any(ON_HOST in each for each in names),
             same={} if name == FLOOR or DROPOUT in name else {"loss": tolerance},
             facts=facts,
         )
@@ -186,6 +193,7 @@ COLUMNS = (
     Column("predicted / measured", "predicted", "{:.3f}", per="wall"),
     Column("CPU seconds", "cpu", "{:.4f}"),
     Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
+    Column("memory / the first's", "peak_bytes", "{:.3f}", "its / first"),
     Column("planned MiB", "planned_bytes", "{:,.0f}", unit=2**20),
     Column("kept for the backward, MiB", "kept", "{:,.0f}", unit=2**20),
     Column("FLOPs / the first's", "executed", "{:.3f}", "its / first"),

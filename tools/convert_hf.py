@@ -34,7 +34,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse_call, user_errors
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import UsageError
-from megatron.models.registry import is_unmodified
+from megatron.models.registry import config_of, is_unmodified
 from megatron.train.trained import open_trained
 from tools.convert import vocabulary
 from tools.convert.folder import FAMILIES, family_of, find_folder, read_description, split_folder
@@ -152,7 +152,7 @@ def export_model(
     checkpoint, passed_over = newest_whole(folders, serial_mesh(), "--from")
     for reason in passed_over:
         warnings.warn(f"passed over: {reason}", stacklevel=2)
-    family = None if is_unmodified(kind) else family_of(checkpoint.manifest)
+    family = None if is_unmodified(kind) else family_of(config_of(checkpoint.manifest))
     with staged(output) as staging:
         if family is None:
             write_unmodified(staging, checkpoint)

@@ -239,6 +239,9 @@ QUESTIONS = {  # the file's name, and after a blank the case
         of_train_step,
         warm_up=2,
     ),
+    "train_step with offload": Small(
+        "", ("this project, not compiled", "this project, optimizer and activations on the host")
+    ),
     "commits": Small(f"--against {ROOT} --groups 'quickstart, fp32, t = 1'", warm_up=0),
     "scaling": Small(
         "",
@@ -272,10 +275,7 @@ QUESTIONS = {  # the file's name, and after a blank the case
     "context": Small(check=of_context, warm_up=0),
     "context simulated": Small("--simulated 2 4 --dtype fp32", check=of_simulated),
     "zero": Small("--stages 1 3", (zero.OURS, zero.REDUNDANCY, zero.FULLY_SHARD)),
-    "llama": Small(),
-    "huggingface": Small("--models llama --dtypes fp32"),
-    "vit": Small(),
-    "offload": Small(),
+    "models": Small("--models llama_tutorial llama vit_small"),
     "generation": Small(warm_up=0),
     "useful_time without a fault": Small(  # 1e6 s are too late; one process needs no launcher
         "--faults 'a rank killed' --seconds 1e6 --steps 2 --interval 1",

@@ -39,13 +39,12 @@ class Description:
     vocab_size: int
 
 
-def family_of(manifest: Mapping[str, Any]) -> Family:
-    """The family of a checkpoint's model."""
-    kind, settings = manifest["kind"], manifest["config"]["model"]
+def family_of(config: ModelConfig) -> Family:
+    """The family of our model with this config."""
     (family,) = (
         family
         for family in FAMILIES
-        if family.config.kind == kind and family.fields.items() <= settings.items()
+        if family.config is type(config) and family.fields.items() <= vars(config).items()
     )
     return family
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load_checkpoint
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, ViTConfig
 from megatron.models.build import build_on_meta
 from megatron.models.hf_folder import INDEX, SINGLE, open_files
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec, TensorSlice, sharding_specs
 from megatron.train.state import DTYPES
-from tools.convert.folder import read_object
+from tools.convert.folder import family_of, read_object
 from tools.convert.table import Family, Transform
 
 Weights = dict[str, Tensor]
@@ -137,6 +137,36 @@ def to_theirs(family: Family, entries: Iterable[Entry], weights: Mapping[str, Te
             assert key not in made, name
             made[key] = part.contiguous()
     return made
+
+
+def model_of_transformers(
+    config: ModelConfig,
+    vocab_size: int,
+    weights: Mapping[str, Tensor],
+    device: torch.device | None = None,
+) -> Any:
+    """The model of transformers with these whole parameters, by our names, in training mode, on the
+    CPU or on the device of the weights."""
+    import transformers
+
+    if isinstance(config, ViTConfig) and not config.class_names:
+        config = replace(config, class_names=tuple(f"LABEL_{n}" for n in range(vocab_size)))
+    family = family_of(config)
+    options = family.options_of(config) | dict.fromkeys(family.special)
+    described = transformers.AutoConfig.for_model(
+        family.model_type, vocab_size=vocab_size, **options
+    )
+    converted = to_theirs(family, resolve(family, config, vocab_size), weights)
+    kind = getattr(transformers, family.architectures[0])
+    transformers.utils.logging.disable_progress_bar()
+    if device is None:
+        model = kind.from_pretrained(None, config=described, state_dict=converted)
+    else:
+        with device:
+            model = kind(described)
+        model.load_state_dict(converted, strict=False)  # GPT-2's head is its embedding
+    assert model.config._attn_implementation == "sdpa"
+    return model.train()
 
 
 def _read_tensors(

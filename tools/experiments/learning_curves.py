@@ -197,22 +197,16 @@ def train_transformers(*flags: str) -> None:
     """Trains transformers' GPT-2 by the flags of pretrain_gpt2.py; writes their --metrics-file."""
     import torch
     from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-    from transformers import GPT2Config, GPT2LMHeadModel
     from transformers import get_cosine_with_min_lr_schedule_with_warmup as cosine
 
-    from tools.convert.gpt2 import GPT2
-    from tools.convert.weights import resolve, to_theirs
+    from tools.convert.weights import model_of_transformers
     from tools.layouts.job import open_samples
 
     config = runner.parse_training(PretrainGPT2Config, flags)
     own, steps, size = config.optimizer, config.training.train_iters, config.global_batch_size(1)
     samples, vocab_size = open_samples(config)
-    marks = {"bos_token_id": None, "eos_token_id": None}
-    options = GPT2.options_of(config.model)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, **marks, **options))
     weights = stages.initial_weights(config.model, vocab_size, config.training.seed)
-    theirs = to_theirs(GPT2, resolve(GPT2, config.model, vocab_size), weights)
-    model.load_state_dict(theirs, strict=False)  # the output layer is the embedding
+    model = model_of_transformers(config.model, vocab_size, weights)
     parameters = list(model.parameters())
     matrices = [each for each in parameters if each.dim() > 1]
     others = {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0}

@@ -179,7 +179,7 @@ class Meter(TorchDispatchMode):
             for each in _tensors([result]):
                 # Real memory that was not allocated here belongs to the transport.
                 if each.is_meta and self.follows_meta:
-                    self._watch(each)
+                    self.watch(each)
             return result
         given = [*_tensors(args), *_tensors(kwargs.values())]
         is_meta = given[0].is_meta if given else kwargs.get("device") == META
@@ -204,7 +204,7 @@ class Meter(TorchDispatchMode):
             self.work[self.phase].moved += _moved(name, given, made, kwargs)
         for each in made:
             if each.is_meta == self.follows_meta:
-                self._watch(each)
+                self.watch(each)
         return result
 
     def matmul(self, batch: int, m: int, k: int, n: int, width: int, **fields: Any) -> None:
@@ -249,7 +249,8 @@ class Meter(TorchDispatchMode):
         if (call := done.call) is not None:
             self.work[done.phase].calls[call._replace(beside=tuple(done.beside))] += 1
 
-    def _watch(self, tensor: Tensor) -> None:
+    def watch(self, tensor: Tensor) -> None:
+        """Counts its memory in `live` until it is freed; each storage once."""
         memory = tensor.untyped_storage()
         key = id(memory)
         if key in self.memories or key in self.lasting:

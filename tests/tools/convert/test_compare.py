@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.checkpoint.format import read_manifest
 from megatron.models.bert import BertEncoder
+from megatron.models.registry import config_of
 from tests.refusals import field_of, refusal
 from tests.tools.convert import models
 from tools.convert.compare import compare_logits
@@ -43,7 +44,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def compare(folder: Path, other: Path) -> Any:
     step = folder.with_name("ours") / models.STEP
-    return compare_logits(step, other, family_of(read_manifest(step)))
+    return compare_logits(step, other, family_of(config_of(read_manifest(step))))
 
 
 def assert_differ(folder: Path, other: Path) -> None:

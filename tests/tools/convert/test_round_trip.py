@@ -242,7 +242,7 @@ def test_several_files(tmp_path: Path, kind: str, activations: tuple[str, ...]) 
     refused."""
     folder, back = models.WRITERS[kind](tmp_path / "hf"), tmp_path / "back"
     checkpoint = read_checkpoint(models.imported(folder))
-    config, family = checkpoint.manifest["config"], family_of(checkpoint.manifest)
+    config, family = checkpoint.manifest["config"], family_of(config_of(checkpoint.manifest))
     tokenizer = read_tokenizer(config["data"]["tokenizer_type"], checkpoint.path)
     write = partial(write_model_of, back, checkpoint, family, tokenizer, shard_size="6KB")
     back.mkdir()
