@@ -12,17 +12,11 @@ every value that it reads, so a GPU runs out of work. A step reads once: loss, g
 votes together. On a CPU nothing waits, but reads are counted in the same way.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only benchmarks/ is on the path
+    __import__("start")
 
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
-
-if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import steps
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn

@@ -8,16 +8,15 @@ they have to be equal bit for bit, or within --tolerance. Dropout by coordinates
 elements than dropout before commit 681c802.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only benchmarks/ is on the path
+    __import__("start")
 
 import ctypes
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -28,9 +27,6 @@ from pathlib import Path
 from shutil import unpack_archive
 from subprocess import PIPE, Popen
 from tempfile import mkdtemp
-
-if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 

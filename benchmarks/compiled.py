@@ -9,17 +9,11 @@ guards are the conditions that each call of a layer checks. Host time is forward
 compiled GPT-2 blocks of hidden size 64 on 16 tokens, gradients included.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only benchmarks/ is on the path
+    __import__("start")
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor, nn

@@ -8,10 +8,8 @@ lines without a full stop) were split by hand before any library was run on them
 the whole of tools/corpus/clean.py, from jsonl to jsonl. MB are 10^6 bytes of UTF-8 text.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only benchmarks/ is on the path
+    __import__("start")
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +17,6 @@ from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 
 from benchmarks.corpus_generator import texts_of
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch

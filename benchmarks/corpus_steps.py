@@ -9,19 +9,14 @@ has those of the tasks only, from run.json, and the power of the corpus size by 
 from the smallest corpus on. MB are 10^6 bytes of JSON lines.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only benchmarks/ is on the path
+    __import__("start")
 
 import json
 import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-
-if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.corpus_generator import generate
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch

@@ -14,14 +14,13 @@ process with two compute threads. Waiting is the time in next() of the batches, 
 first step, which always waits. With --pad longer documents are tokenised whole, and then cut.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only benchmarks/ is on the path
+    __import__("start")
 
 import os
 import shlex
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -31,10 +30,6 @@ from itertools import count, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-
-if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 
 from benchmarks.corpus_generator import texts_of
 from benchmarks.data_path import MICRO, STEP, STEPS, configure, figures_of, read

@@ -9,10 +9,8 @@ the parts that opening reads, its index and all its tokens are holes. Memory is 
 and the growth over all steps after the first ones.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only benchmarks/ is on the path
+    __import__("start")
 
 import os
 import subprocess
@@ -21,9 +19,6 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-
-if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 

@@ -7,18 +7,13 @@ transformers' tokenizer, `GPT2LMHeadModel` and `cross_entropy`, one window at a 
 differ by more than a relative 1e-6 report nothing.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only benchmarks/ is on the path
+    __import__("start")
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 

@@ -6,17 +6,11 @@ differ reports nothing. t = 1 is one process with two threads. t = 2 is two gloo
 thread each, and only this project: the peer is not sharded.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only benchmarks/ is on the path
+    __import__("start")
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-
-if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch

@@ -8,18 +8,12 @@ communication takes no time. Memory is the peak of a rank's model, without what 
 any model load and never free; on paper it is that of tools/plan.py.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only benchmarks/ is on the path
+    __import__("start")
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal
-
-if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import steps
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn

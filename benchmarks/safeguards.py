@@ -7,19 +7,13 @@ others on a plain process group, with a model so small (t = 2, fp32, 2 layers of
 tokens) that a step is mostly collectives: an upper bound. There a turn is 100 steps.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only benchmarks/ is on the path
+    __import__("start")
 
 import atexit
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from threading import active_count
-
-if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import steps
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn

@@ -20,20 +20,15 @@ their number, in which they do not wait. Bytes are those that rank 0 sends in a 
 planned by tools/plan.py; predicted seconds count ranks that share a core as one after another.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only benchmarks/ is on the path
+    __import__("start")
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Literal
-
-if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 

@@ -21,22 +21,16 @@ with matmuls, and where a link is much slower than memory.
 
 from __future__ import annotations
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only benchmarks/ is on the path
+    __import__("start")
 
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
 from benchmarks.report import Results

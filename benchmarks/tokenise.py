@@ -8,10 +8,8 @@ MB count the JSON lines, CPU seconds all processes. Start-up, timed on one line,
 speed; the Pool's worker starts with its vocabulary loaded.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only benchmarks/ is on the path
+    __import__("start")
 
 import json
 from collections.abc import Iterator
@@ -19,9 +17,6 @@ from functools import cache, partial
 from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
-
-if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 

@@ -12,10 +12,8 @@ this project reaches. Claims against peers are made only for hidden sizes from 7
 from 512 tokens up; smaller models are also shown. Figures over gloo say nothing about NCCL.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only benchmarks/ is on the path
+    __import__("start")
 
 import shlex
 from collections.abc import Iterator
@@ -23,9 +21,6 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
-
-if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import peers, profiles, steps
 from benchmarks.harness import Column, Contender, Flags, Question

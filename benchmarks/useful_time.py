@@ -14,22 +14,18 @@ shared one, its default, they find addresses of ranks that have ended, and fail 
 after 10 s.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only benchmarks/ is on the path
+    __import__("start")
 
 import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from math import isnan
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
 from benchmarks.processes import ROOT

@@ -16,16 +16,13 @@ without imported modules.
 
 from __future__ import annotations
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only benchmarks/ is on the path
+    __import__("start")
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -35,9 +32,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
-
-if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import peers, steps
 from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn

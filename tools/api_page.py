@@ -5,22 +5,18 @@ parts in docs/configuration.md; a test compares them. The rest of both pages sta
     python -m pytest tests/test_package.py    # compares
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only tools/ is on the path
+    __import__("start")
 
 import ast
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # run as a file, only tools/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import api
 from megatron.config.parse import parse_call, user_errors

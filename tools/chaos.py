@@ -5,16 +5,11 @@ python tools/chaos.py --faults scripts/chaos/hours.toml --output runs/chaos -- \
 python tools/chaos.py --faults faults.toml --output runs/other -- python train.py --to {save}
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only tools/ is on the path
+    __import__("start")
 
 import os
-from pathlib import Path
-
-if __name__ == "__main__":  # run as a file, only tools/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import sys
 
 from tools.chaos.__main__ import main
 

@@ -7,13 +7,12 @@
 DIR is the directory that was given to --save, or one step_XXXXXXXX in it. Torch is not needed.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only tools/ is on the path
+    __import__("start")
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from json import dumps
@@ -23,9 +22,6 @@ from typing import Annotated, Any
 
 import tyro
 from tqdm import tqdm
-
-if __name__ == "__main__":  # run as a file, only tools/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.checkpoint import format as files
 from megatron.config.parse import parse_call, user_errors

@@ -14,13 +14,12 @@ as data: nothing that they name is imported or run.
 
 from __future__ import annotations
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only tools/ is on the path
+    __import__("start")
 
 import os
 import shlex
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,9 +27,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-
-if __name__ == "__main__":  # run as a file, only tools/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.checkpoint.resume import arguments_of, find_start
 from megatron.config.checkpoint import CheckpointConfig

@@ -5,15 +5,9 @@ python tools/plot.py runs/small runs/large --against tokens --output curves.svg
 python tools/plot.py runs/bert --term mlm_loss --output loss.png
 """
 
-import sys
+if not __package__:  # run as a file, only tools/ is on the path
+    __import__("start")
 
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
-
-from pathlib import Path
-
-if __name__ == "__main__":  # run as a file, only tools/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.report.plot import main
 

@@ -1,14 +1,9 @@
 """From JSON lines or text files to token files: see tools/corpus/tokenize/step.py."""
 
+if not __package__:  # run as a file, only tools/ is on the path
+    __import__("start")
+
 import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
-
-from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.corpus.tokenize.step import main
 

@@ -14,14 +14,13 @@ Memory is bounded: it holds one row group of a parquet file. Only as much of the
 --documents needs. The file gets its name when it is complete; after a crash run the command again.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only tools/ is on the path
+    __import__("start")
 
 import glob
 import os
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,9 +30,6 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 from tqdm import tqdm
-
-if __name__ == "__main__":  # run as a file, only tools/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.parse import parse_call, user_errors
 from megatron.data.files import atomic_writer

@@ -46,7 +46,8 @@ def test_help_is_printed_without_a_word_beside_it(
     the project's folders by itself."""
     file = ROOT / program
     is_module = Path(program).parent.name not in ("", *FOLDERS)
-    for name in [each for each in sys.modules if each.partition(".")[0] in FOLDERS]:
+    own = (*FOLDERS, "start")
+    for name in [each for each in sys.modules if each.partition(".")[0] in own]:
         monkeypatch.delitem(sys.modules, name)
     others = [each for each in sys.path if Path(each).resolve() not in (ROOT, Path.cwd())]
     monkeypatch.setattr(sys, "path", [str(ROOT if is_module else file.parent), *others])
@@ -60,7 +61,7 @@ def test_help_is_printed_without_a_word_beside_it(
             runpy.run_path(str(file), run_name="__main__")
     except SystemExit as stop:
         code = stop.code
-    for each in [each for each in sys.modules if each.partition(".")[0] in FOLDERS]:
+    for each in [each for each in sys.modules if each.partition(".")[0] in own]:
         del sys.modules[each]  # those from before come back
     output, errors = capfd.readouterr()
     assert (code or 0, errors, recwarn.list) == (0, "", [])

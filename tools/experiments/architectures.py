@@ -8,10 +8,8 @@ tiny model is sharded over 2 and over 4 ranks and compared in fp64 with the unmo
 tools.prove_plan does. Those with few key/value heads have 2, so 4 ranks share them.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only tools/experiments/ is on the path
+    __import__("start")
 
 import json
 from collections import Counter
@@ -21,9 +19,6 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.huggingface.config import HuggingFaceConfig, HuggingFaceMaskedConfig
 from tools.experiments import results, runner

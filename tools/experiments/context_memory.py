@@ -7,17 +7,12 @@ Peak bytes of a GPU in a training step of one sample, as tools/plan.py counts th
 fp32 masters, without dropout and recomputation.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only tools/experiments/ is on the path
+    __import__("start")
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config.checks import positive
 from megatron.config.parse import parse

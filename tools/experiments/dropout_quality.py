@@ -9,18 +9,13 @@ is a deviation from independent draws, in standard deviations. The figures for t
 columns and places, and for bytes, are (chi-square - its mean) / its standard deviation.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only tools/experiments/ is on the path
+    __import__("start")
 
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.errors import UsageError
 from tools.experiments import results, runner

@@ -6,10 +6,8 @@
 Finished stages are reused.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only tools/experiments/ is on the path
+    __import__("start")
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -19,9 +17,6 @@ from math import exp, hypot
 from operator import gt, lt
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config.checks import positive
 from megatron.config.presets import find_preset

@@ -6,10 +6,8 @@
 Finished stages are reused.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only tools/experiments/ is on the path
+    __import__("start")
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +16,6 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-
-if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config.presets import find_preset
 from megatron.config.pretrain import PretrainBertConfig

@@ -9,17 +9,12 @@ weights at the start of pretraining. Figures are those of the last epoch: median
 over the seeds, and the share of the most frequent class. Finished runs are reused.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only tools/experiments/ is on the path
+    __import__("start")
 
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-
-if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tools.experiments import results, runner, stages
 from tools.experiments.runner import ROOT, Machine, Stage, Word

@@ -19,10 +19,8 @@ by the validation loss over 400 samples after 1,000 steps, for five seeds of wei
 Finished runs are reused.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only tools/experiments/ is on the path
+    __import__("start")
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -32,9 +30,6 @@ from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-
-if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config.checks import positive
 from megatron.config.pretrain import PretrainGPT2Config

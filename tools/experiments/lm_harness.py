@@ -14,10 +14,8 @@ figures show that the conventions are equal, and say nothing about a model. Fini
 reused.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only tools/experiments/ is on the path
+    __import__("start")
 
 import json
 from dataclasses import dataclass, replace
@@ -26,9 +24,6 @@ from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-
-if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.data.files import write_atomically
 from megatron.errors import UsageError

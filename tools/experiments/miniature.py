@@ -6,19 +6,14 @@
 Finished stages are reused.
 """
 
-import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+if not __package__:  # run as a file, only tools/experiments/ is on the path
+    __import__("start")
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config.checks import positive
 from megatron.config.presets import find_preset

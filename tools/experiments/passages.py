@@ -4,17 +4,13 @@ python tools/experiments/passages.py --archive RACE_train.tar.xz --count 1200 --
 python tools/experiments/passages.py --archive RACE_dev.tar.xz --count 400 --output dev
 """
 
+if not __package__:  # run as a file, only tools/experiments/ is on the path
+    __import__("start")
+
 import sys
-
-if sys.hexversion < 0x30B0000:
-    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
-
 import tarfile
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
-
-if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config.parse import parse_call, user_errors
 from megatron.data.files import atomic_writer
