@@ -1,4 +1,4 @@
-"""Scaling measured: section 5.1 of the paper, or each form of parallelism by itself.
+"""Scaling measured: section 5.1 of the paper, or each form of parallelism or size by itself.
 
     torchrun --nproc-per-node 8 benchmarks/scaling.py --device cuda    # or python: starts the ranks
 
@@ -18,6 +18,12 @@ With --axes each axis is measured by itself instead, on 2 and 4 ranks beside one
 rank and step, in micro-batches of 2, of one miniature. CPU seconds are those of all ranks over
 their number, in which they do not wait. Bytes are those that rank 0 sends in a step, counted, and
 planned by tools/plan.py; predicted seconds count ranks that share a core as one after another.
+Memory is the peak of a rank's model, without what the first steps of any model load and never free.
+
+An axis may be a size of the GPT-2 of 30 million parameters, too, in fp32 on one rank with two
+threads: layers, width (with heads of fixed size), sequence or vocabulary. Its time on paper is the
+step's FLOPs (half for causal attention) at the speed of the first point, which is nearest to the
+original model; its memory on paper is that of tools/plan.py.
 """
 
 if not __package__:  # run as a file, only benchmarks/ is on the path
@@ -33,7 +39,8 @@ from typing import Literal
 import torch
 
 from benchmarks import steps
-from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
+from benchmarks.processes import peak_memory
 from benchmarks.profiles import shares_by_axis
 from benchmarks.report import Results
 from megatron.config.launch import world_size
@@ -61,7 +68,7 @@ MINIATURE = """--preset quickstart --num-layers 8 --hidden-size 256 --num-attent
 --no-compile"""
 AxisName = Literal[
     "data", "zero-1", "zero-2", "zero-3", "tensor", "sequence", "2d", "context", "ring", "1f1b",
-    "interleaved", "zb-h1",
+    "interleaved", "zb-h1", "layers", "width", "tokens", "vocabulary",
 ]  # fmt: skip
 AXES: dict[AxisName, str] = {  # flags on n ranks
     "data": "",
@@ -77,7 +84,18 @@ AXES: dict[AxisName, str] = {  # flags on n ranks
     "interleaved": f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2",
     "zb-h1": f"{PIPELINE} --pipeline-schedule zb-h1",
 }
+TINY = """--preset quickstart --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8
+--vocab-size 8 --no-bf16"""
+ORIGINAL = """--preset gpt2_30m --vocab-size 8192 --attention-dropout 0 --hidden-dropout 0 --no-bf16
+--no-compile"""
+SIZES: dict[AxisName, tuple[str, tuple[int, ...]]] = {  # flags of a size, and sizes
+    "layers": ("--num-layers {n}", (8, 1, 2, 4, 16)),
+    "width": ("--hidden-size {n} --num-attention-heads {heads}", (512, 128, 256, 1024)),
+    "tokens": ("--seq-length {n} --max-position-embeddings {n}", (256, 128, 512, 1024, 2048)),
+    "vocabulary": ("--vocab-size {n}", (4096, 1024, 16384, 65536)),
+}
 OF_ONE = "CPU seconds of a rank / one alone"
+TIME, MEMORY = "time / on paper", "memory / on paper"
 FOUR = ", 4 ranks"  # end of a contender's name
 
 
@@ -130,13 +148,14 @@ def train(rank: Rank, flags: list[str]) -> Turn:
     return lambda: step() | shares
 
 
-def along(rank: Rank, flags: list[str]) -> Turn:
-    run = steps.ours(rank, flags, samples=SAMPLES * rank.size)
+def along(rank: Rank, flags: list[str], samples: int | None) -> Turn:
+    steps.ours(Rank(), TINY.split())()
+    peak, run = peak_memory(rank.device_type), steps.ours(rank, flags, samples=samples)
     ties = [axis for bucket in run.state.gradients.tied for axis in bucket.axes]
     with counting(run.state.mesh, ties) as counts:
         run()
     sent = sum(counts.sent_bytes.values())
-    return lambda: run() | {"sent": sent}
+    return lambda: run() | {"sent": sent, "rank_bytes": peak()}
 
 
 def by_axis(
@@ -153,10 +172,26 @@ def by_axis(
         step = Step(config, ranks, precision, flags.device)
         used = {call.axis for calls in step.calls.values() for call in calls}
         facts = {"ranks": ranks, "planned": sum(map(step.sent, used))}
+        facts["paper_bytes"] = step.memory["total"]
         if machine:
             facts["planned_seconds"] = predict(step, machine).total * max(1, ranks / cores)
         name = f"{axis}, {ranks} ranks" if ranks > 1 else "one rank"
-        yield Contender(name, along, {"flags": words}, facts=facts, ranks=ranks)
+        own = {"flags": words, "samples": SAMPLES * ranks}
+        yield Contender(name, along, own, facts=facts, ranks=ranks)
+
+
+def by_size(flags: Flags, axes: Sequence[AxisName]) -> Iterator[Contender]:
+    """One rank at the sizes of each axis."""
+    for axis, n in [(name, n) for name in axes for n in SIZES[name][1]]:
+        words = f"{ORIGINAL} {SIZES[axis][0]}".format(n=n, heads=n // 64).split()
+        config = steps.read(words)
+        # A GPU's attention computes the counted FLOPs, except for the scores in the backward.
+        step, on_gpu = (Step(config, 1, "fp32", each) for each in (flags.device, "cuda"))
+        matmuls = [pair for work in on_gpu.work.values() for pair in work.matmuls.items()]
+        work = sum(times * each.flops * each.share for each, times in matmuls if not each.again)
+        facts = {"work": work, "paper_bytes": step.memory["total"]}
+        own = {"flags": words, "samples": None}
+        yield Contender(f"{axis} {n:,}", along, own, group=axis, threads=2, facts=facts)
 
 
 def result(found: Results) -> str:
@@ -169,6 +204,9 @@ def result(found: Results) -> str:
             if cell
         )
         return f"{OF_ONE}, on 4 ranks: {said or 'not measured'}."
+    if TIME in found.columns:
+        times, memory = found.range(TIME), found.range(MEMORY)
+        return f"A step takes {times} of its seconds on paper, and {memory} of its memory on paper."
     cells = ((row, found.cell(*row, LINEAR)) for row in found.rows)
     last = {
         found.rounds[row][0]["kind"]: f"{cell.text('{:.1%}', is_ratio=True)} ({row[1]})"
@@ -186,14 +224,16 @@ def contenders(
 
     Args:
         hardware: name in scripts/hardware/ or a file, for predictions of tools/plan.py and MFU.
-        axes: axes to measure by themselves, in place of section 5.1.
+        axes: axes and sizes to measure by themselves, in place of section 5.1.
     """
     is_small = flags.device == "cpu"
     most = max(world_size(os.environ), 2 if is_small else torch.cuda.device_count())
     precision = default_precision(torch.device("cpu")) if is_small else "fp16"
     machine = find_hardware(hardware) if hardware else None
     if axes:
-        yield from by_axis(flags, axes, precision, machine)
+        if parallel := [axis for axis in axes if axis in AXES]:
+            yield from by_axis(flags, parallel, precision, machine)
+        yield from by_size(flags, [axis for axis in axes if axis in SIZES])
         return
     peak = machine.peak(precision) if machine else steps.peak_of(flags.device)
     for point, paper in studies(most, is_small=is_small).items():
@@ -221,6 +261,10 @@ def contenders(
         )
 
 
+def seconds_on_paper(own: Figures, first: Figures) -> float:
+    return float(first["wall"] * own["work"] / first["work"])
+
+
 COLUMNS = (
     Column("M parameters", "parameters", "{:,.1f}", unit=1e6),
     Column("seconds", "wall"),
@@ -229,6 +273,11 @@ COLUMNS = (
     Column(OF_ONE, "cpu", "{:.2f}", "its / first", per="ranks"),
     Column("MB sent", "sent", "{:,.2f}", unit=1e6),
     Column("MB, planned", "planned", "{:,.2f}", unit=1e6),
+    Column("seconds on paper", seconds_on_paper, "{:.3f}"),
+    Column(TIME, lambda own, first: own["wall"] / seconds_on_paper(own, first), "{:.2f}"),
+    Column("MiB of a rank", "rank_bytes", "{:,.0f}", unit=2**20),
+    Column("MiB on paper", "paper_bytes", "{:,.0f}", unit=2**20),
+    Column(MEMORY, "rank_bytes", "{:.2f}", per="paper_bytes"),
     Column("TFLOP/s of a rank", "executed", per="wall", unit=1e12),
     Column("MFU, %", "mfu", "{:.1f}", per="wall"),
     Column("tensor axis", "tensor", "{:.1%}"),
@@ -250,7 +299,7 @@ QUESTION = Question(
     turns=4,
     warm_up=2,
     together=False,
-    drawn=(LINEAR, f"{LINEAR}, predicted", f"{LINEAR}, paper", SPEED_UP, OF_ONE),
+    drawn=(LINEAR, f"{LINEAR}, predicted", f"{LINEAR}, paper", SPEED_UP, OF_ONE, TIME, MEMORY),
     small="--axes data",
 )
 

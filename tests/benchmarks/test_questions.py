@@ -23,10 +23,10 @@ from benchmarks import (
     activations,
     commits,
     context,
-    growth,
     output_layer,
     pipeline,
     scaling,
+    steps,
     tensor_modes,
     train_step,
     useful_time,
@@ -141,6 +141,13 @@ def of_axes(record: Record, folder: Path) -> None:
         assert found["sent"] == facts["planned"]
         assert (found["sent"] > 0) == (facts["ranks"] > 1)
         assert facts["planned_seconds"] > 0
+
+
+def of_sizes(record: Record, folder: Path) -> None:
+    one, two = (each["facts"] for each in record["contenders"])
+    layer = 3 * 2 * 32 * (12 * 64**2 + 32 * 64)  # half of the scores, which are causal
+    assert two["work"] - one["work"] == layer
+    assert all(f"| {title} |" in record["page"] for title in (scaling.TIME, scaling.MEMORY))
 
 
 def of_pipeline(record: Record, folder: Path) -> None:
@@ -265,6 +272,15 @@ QUESTIONS = {  # the file's name, and after a blank the case
         of_axes,
         warm_up=0,
     ),
+    "scaling of sizes": Small(
+        "--axes layers",
+        check=of_sizes,
+        warm_up=0,
+        patches={
+            "ORIGINAL": f"--preset quickstart {steps.SMALL} --micro-batch-size 1 --no-bf16",
+            "SIZES": {"layers": ("--num-layers {n}", (1, 2))},
+        },
+    ),
     "planned": Small(
         check=of_planned,
         warm_up=1,
@@ -326,22 +342,20 @@ def test_the_table_marks_questions_with_a_miniature() -> None:
     assert {*re.findall(r"^\| \[(\w+)\]\(\w+\.py\) \* \|", table, re.MULTILINE)} == small
 
 
-def test_growth_by_torchrun(tmp_path: Path) -> None:
+def test_axis_by_torchrun(tmp_path: Path) -> None:
     """Each launched process is one rank of every contender."""
-    preset, file = tmp_path / "preset.toml", tmp_path / "record.json"
-    preset.write_text(PRESET)
-    words = f"--preset {preset} --axes ranks --rounds 1 --turns 1 --json {file}".split()
-    target = partial(as_a_rank, "growth", words)
+    file = tmp_path / "record.json"
+    words = f"--axes tensor --small --rounds 1 --turns 1 --json {file}".split()
+    target = partial(as_a_rank, "scaling", words)
     with start_ranks(target, range(2), 2, tmp_path, agent=True) as ranks:
         assert ranks.wait() == [0, 0], ranks.text()
-        assert ranks.text().count(growth.TIME) == 1  # only the first process reports
+        assert ranks.text().count(scaling.OF_ONE) == 2  # only the first process reports
     (record,) = json.loads(file.read_text())
     assert record["command"].startswith("torchrun --nproc-per-node 2 ")
     alone, pair, missing = record["contenders"]
-    assert alone["facts"]["flops"] == pytest.approx(2 * pair["facts"]["flops"], rel=0.01)
     for each in (alone, pair):
-        assert each["rounds"][0]["rank_bytes"] > 2**20
-        assert each["rounds"][0]["tokens"] == 2 * 64
+        assert each["rounds"][0]["rank_bytes"] > 2**18
+        assert each["rounds"][0]["sent"] == each["facts"]["planned"]
     assert (bool(missing["reason"]), missing["rounds"]) == (True, [])
 
 
