@@ -132,7 +132,7 @@ def report(settings: Settings, _: Stamps | None = None) -> str:
         [
             Section("Training", [figures.draw(paint, caption), training_table(runs)]),
             Section("Table 3", [results.table_3(ours)]),
-            Section("Is larger better?", [Items(compare_sizes(runs))]),
+            Section("Is larger better?", [order_table(runs), remarks(runs)]),
             Section("Conventions", [Items(explained)]),
         ],
     )
@@ -223,47 +223,27 @@ def draw_perplexities(axes: Axes, runs: Sequence[Facts]) -> None:
     axes.legend(title="GPT-2, layers x hidden")
 
 
-def compare_sizes(runs: Sequence[Facts]) -> list[tuple[str, str]]:
-    """(quantity, whether larger is better by it), from the numbers. runs: the smallest first."""
+def order_table(runs: Sequence[Facts]) -> Table:
+    """Whether larger is better, by each quantity. runs: the smallest first."""
     names = [run["name"] for run in runs]
-    ends = [run["validation_perplexity"] for run in runs]
     words = [run["wikitext103"]["word_perplexity"] for run in runs]
-    last_words = [run["lambada"]["last_word_perplexity"] for run in runs]
-    # Evaluations that all sizes have, and those of them in the paper's order.
-    curves = [dict(run["validation_curve"]) for run in runs]
-    common = [step for step in curves[0] if all(step in curve for curve in curves)]
-    ordered = [s for s in common if not disordered(names, [curve[s] for curve in curves], lt)]
-    training = [f"At {len(ordered)} of {len(common)} evaluations larger models are always below."]
-    for smaller, larger in pairwise(runs):
-        step = first_step(larger["validation_curve"], smaller["validation_loss"])
-        reached = f"by step {step:,} of {larger['steps']:,}" if step else "at no evaluation"
-        training.append(f"{larger['name']} reaches the end of {smaller['name']} {reached}.")
-    return [
-        ("Validation perplexity at the end", order_in_words(names, ends, lt, decimal)),
-        ("While training", " ".join(training)),
-        ("WikiText103, perplexity per word", order_in_words(names, words, lt, decimal)),
-        ("LAMBADA, accuracy", lambada_in_words(names, [run["lambada"] for run in runs])),
+    lambada = [run["lambada"] for run in runs]
+    quantities: list[tuple[str, list[float], Callable[..., bool], Callable[..., str]]] = [
+        ("validation perplexity", [run["validation_perplexity"] for run in runs], lt, decimal),
+        ("WikiText103, perplexity per word", words, lt, decimal),
+        ("LAMBADA, accuracy", [each["strict_accuracy"] for each in lambada], gt, percent),
         (
             "LAMBADA, perplexity of the last word, which table 3 does not have",
-            order_in_words(names, last_words, lt, decimal),
+            [each["last_word_perplexity"] for each in lambada],
+            lt,
+            decimal,
         ),
     ]
-
-
-def order_in_words(
-    names: Sequence[str],
-    values: Sequence[float],
-    is_better: Callable[[float, float], bool],
-    as_text: Callable[[float], str],
-) -> str:
-    row = ", ".join(f"{name} {as_text(value)}" for name, value in zip(names, values, strict=True))
-    breaks = disordered(names, values, is_better)
-    order = (
-        f"not the paper's order: {', '.join(breaks)}"
-        if breaks
-        else "larger is better, the paper's order"
-    )
-    return f"{row}: {order}."
+    rows = [
+        (title, *map(as_text, values), "; ".join(disordered(names, values, better)) or "yes")
+        for title, values, better, as_text in quantities
+    ]
+    return Table(("at the end", *names, "larger is better"), rows, left=(0, len(names) + 1))
 
 
 def disordered(
@@ -278,20 +258,23 @@ def disordered(
     ]
 
 
-def lambada_in_words(names: Sequence[str], records: Sequence[Facts]) -> str:
-    """As `order_in_words`, for accuracies; names neighbours within NOISE standard errors."""
-    shares = [record["strict_accuracy"] for record in records]
-    count = records[0]["num_examples"]
-    if not any(shares):
-        return f"none of {whole(count)} passages by any: no order is seen."
-    unclear = []
-    for (smaller, one), (larger, other) in pairwise(zip(names, shares, strict=True)):
+def remarks(runs: Sequence[Facts]) -> str:
+    """Evaluations at which larger models are below, and when each reaches the end of the one
+    before; which accuracies of LAMBADA are too near to tell."""
+    # Evaluations that all sizes have, and those of them in the paper's order.
+    names, curves = [run["name"] for run in runs], [dict(run["validation_curve"]) for run in runs]
+    common = [step for step in curves[0] if all(step in curve for curve in curves)]
+    ordered = [s for s in common if not disordered(names, [curve[s] for curve in curves], lt)]
+    text = f"At {len(ordered)} of {len(common)} evaluations larger models are always below."
+    for smaller, larger in pairwise(runs):
+        step = first_step(larger["validation_curve"], smaller["validation_loss"])
+        reached = f"by step {step:,} of {larger['steps']:,}" if step else "at no evaluation"
+        text += f" {larger['name']} reaches the end of {smaller['name']} {reached}."
+        count = smaller["lambada"]["num_examples"]
+        one, other = (run["lambada"]["strict_accuracy"] for run in (smaller, larger))
         error = hypot(standard_error(one, count), standard_error(other, count))
         if abs(other - one) <= NOISE * error:
-            unclear.append(f"{smaller} and {larger}")
-    text = order_in_words(names, shares, gt, percent)
-    if unclear:
-        text += f" Less than {NOISE:g} standard errors are between {', '.join(unclear)}."
+            text += f" On LAMBADA less than {NOISE:g} standard errors are between the two."
     return text
 
 
