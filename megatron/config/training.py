@@ -185,7 +185,8 @@ class BertDataConfig(TextDataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(self, "max_ngram_size")
+        positive(self, "max_ngram_size", "mask_prob")
+        share(self, "mask_prob")
         fraction(self, "short_seq_prob")
 
 

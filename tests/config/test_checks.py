@@ -106,7 +106,8 @@ LAST_OF_LLAMA = """
 --rope-scaling 8 1 4 0 | --rope-scaling inf 1 4 8192
 """
 LAST_OF_BERT = """
---max-ngram-size 0 | --short-seq-prob 1 | --short-seq-prob 0.2 --mock-data
+--max-ngram-size 0 | --mask-prob 0 | --mask-prob nan | --mask-prob 1.5
+--short-seq-prob 1 | --short-seq-prob 0.2 --mock-data
 """
 # The same, by the number of processes.
 LAST_AT = {
