@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from tqdm import tqdm
 
 from megatron.data.files import write_atomically
+from megatron.errors import UsageError
 
 if TYPE_CHECKING:
     from megatron.parallel.mesh import Mesh
@@ -177,11 +178,16 @@ def mark_rewound(path: Path, start: int) -> None:
     """Mark the lines that do not hold in a run that starts from step `start`: every line of a later
     step, all lines for a run from scratch, and one cut short by a kill.
 
-    The file is replaced as a whole, or left unchanged if there is nothing to mark.
+    The file is replaced as a whole, or left unchanged if there is nothing to mark. Raises
+    UsageError for a file of another kind.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         before = path.read_bytes() if path.exists() else b""
+        first = next(_lines(before), {"rewound": True})
+        # After a power cut a file may begin with zeros.
+        if before[:1] not in (b"", b"{", b"\0") or first.keys().isdisjoint(("step", "rewound")):
+            raise UsageError(str(path), None, "the record of a run, or a new file")
         marked = ""
         for line in _lines(before):
             stands = start > 0 and line.get("step", 0) <= start

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from math import inf, nan
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,6 +102,14 @@ def test_resume_at_the_last_line(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     write_steps(path, 2, 3)
     assert [line.get("rewound") for line in every_line(path)] == [None, None, None]
+
+
+@pytest.mark.parametrize("content", ["vm\n", '{"text": "a"}\n'])
+def test_a_file_of_another_kind_is_left_as_it_is(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(content)
+    refusal(partial(metrics, path), field=str(path))
+    assert path.read_text() == content
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b"3", b"\x00\x00\xff", b'{"step": "\xc3'])
