@@ -279,17 +279,22 @@ def parse_table(program: type[Program], table: Mapping[str, Any]) -> Program:
 
 
 def _check_types(words: Sequence[str], types: Mapping[str, Any]) -> None:
-    """Raise UsageError for a flag whose value does not have its setting's type."""
+    """Raise UsageError for a flag whose value is not of its setting's type, or for one too many."""
     for word, *values in by_flag(words):
         name, equals, value = word.partition("=")
         kind = types.get(field_of(name)) if name.startswith("--") else None
         if tuple not in (get_origin(kind), *map(get_origin, get_args(kind))):
             del values[0 if equals else 1 :]  # a positional argument may follow
+        text = value if equals else " ".join(values)
+        if bool in (kind, *get_args(kind)) and text.lower() in _SWITCHES:
+            works = spelling(field_of(name), _SWITCHES[text.lower()])
+            raise UsageError(name, text, "given without a value", works=works) from None
         if kind is not None and (fit := _misfit(kind, True, [word, *values])):
             value = " ".join([*[value] * bool(equals), *values])
             raise UsageError(name, value or None, fit) from None
 
 
+_SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _WORDS = {int: "an integer", float: "a number", str: "text", Path: "a path"}
 _SEVERAL = {int: "integers", float: "numbers", str: "texts", Path: "paths"}
 
