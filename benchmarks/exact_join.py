@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.config.parse import parse, user_errors
+from megatron.config.parse import parse, whole_program
 from megatron.data.files import write_atomically
 from megatron.data.json_lines import find_shards
 from megatron.errors import UsageError
@@ -151,21 +151,21 @@ def compare(settings: Settings) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    with user_errors({}):
+    with whole_program({}):
         settings = parse(Settings, sys.argv[1:] if argv is None else argv, {}, description=__doc__)
         facts = compare(settings)
         if settings.json is not None:
             write_atomically(settings.json, json.dumps(facts, indent=1).encode() + b"\n")
-    print(
-        f"{facts['documents']} documents, {facts['pairs']} pairs of a {facts['shingle']} Jaccard "
-        f"similarity from {facts['jaccard']}: the exact join keeps {facts['kept_by_join']}, the "
-        f"step with seed {facts['seed']} {facts['kept_by_step']}"
-    )
-    different = False
-    for who in ("step", "join"):
-        if names := facts[f"kept_by_{who}_alone"]:
-            print(f"kept by the {who} alone: {', '.join(names)}")
-            different = True
+        print(
+            f"{facts['documents']} documents, {facts['pairs']} pairs of a {facts['shingle']} "
+            f"Jaccard similarity from {facts['jaccard']}: the exact join keeps "
+            f"{facts['kept_by_join']}, the step with seed {facts['seed']} {facts['kept_by_step']}"
+        )
+        different = False
+        for who in ("step", "join"):
+            if names := facts[f"kept_by_{who}_alone"]:
+                print(f"kept by the {who} alone: {', '.join(names)}")
+                different = True
     sys.exit(int(different))
 
 

@@ -198,7 +198,7 @@ class Question:
 
     def run(self) -> None:
         """Run with the arguments of the command line."""
-        from megatron.config.parse import parse_call, user_errors
+        from megatron.config.parse import parse_call, whole_program
 
         given: dict[str, Any] = {}
 
@@ -221,7 +221,7 @@ class Question:
         words = sys.argv[1:]
         if "--small" in words:
             words = [*shlex.split(self.small or ""), *words]
-        with user_errors(os.environ, kinds=(ValueError, OSError, RuntimeError)):
+        with whole_program(os.environ, kinds=(ValueError, OSError, RuntimeError)):
             program = f"python benchmarks/{Path(sys.argv[0]).stem}.py"
             quick = "--rounds 1" if self.small is None else "--small"
             examples = f"{program}\n{program} {quick} --json result.json"

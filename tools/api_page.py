@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron import api
-from megatron.config.parse import parse_call, user_errors
+from megatron.config.parse import parse_call, whole_program
 from megatron.config.parts import PARTS
 from megatron.errors import flag
 
@@ -139,5 +139,5 @@ def write() -> None:
 
 
 if __name__ == "__main__":
-    with user_errors({}):
+    with whole_program({}):
         parse_call(write, sys.argv[1:], {})()

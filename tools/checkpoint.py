@@ -24,7 +24,7 @@ import tyro
 from tqdm import tqdm
 
 from megatron.checkpoint import format as files
-from megatron.config.parse import parse_call, user_errors
+from megatron.config.parse import parse_call, whole_program
 from megatron.errors import UsageError
 from tools.report import numbers
 
@@ -199,6 +199,6 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 if __name__ == "__main__":
-    with user_errors(os.environ):
+    with whole_program(os.environ):
         commands = {"ls": ls, "verify": verify, "show": show}
         sys.exit(parse_call(commands, sys.argv[1:], os.environ)())

@@ -32,8 +32,7 @@ from typing import Annotated, Literal
 import tyro
 
 from megatron.config.checks import needs, non_negative, positive, writable
-from megatron.config.launch import interruptible
-from megatron.config.parse import parse, user_errors
+from megatron.config.parse import parse, whole_program
 from megatron.data.files import write_atomically
 from tools.report import runs
 
@@ -74,7 +73,7 @@ class Settings:
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the comparison; returns the exit status."""
-    with interruptible(environ), user_errors(environ):
+    with whole_program(environ):
         settings = parse(Settings, arguments, environ, description=__doc__)
         if settings.activations:
             from tools.layouts import activations

@@ -30,8 +30,7 @@ import tyro
 
 from megatron.checkpoint.resume import arguments_of, find_start
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.launch import interruptible
-from megatron.config.parse import parse_call, user_errors
+from megatron.config.parse import parse_call, whole_program
 from megatron.data.tokenizer import HuggingFaceTokenizer
 from megatron.errors import UsageError, flag
 from tools.convert.staging import refuse_existing, staged
@@ -248,11 +247,10 @@ def export_checkpoint(
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    with user_errors(environ):
+    with whole_program(environ):
         commands = {"import": import_checkpoint, "export": export_checkpoint}
         parse_call(commands, arguments, environ)()
 
 
 if __name__ == "__main__":
-    with interruptible(os.environ):
-        main(sys.argv[1:], os.environ)
+    main(sys.argv[1:], os.environ)

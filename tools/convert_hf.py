@@ -24,10 +24,9 @@ import tyro
 
 from megatron.checkpoint.resume import find_start, newest_readable
 from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
-from megatron.config.launch import interruptible
 from megatron.config.model import ViTConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.parse import parse_call, user_errors
+from megatron.config.parse import parse_call, whole_program
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import UsageError
 from megatron.models.registry import config_of, is_unmodified
@@ -170,6 +169,6 @@ def refuse_vocabulary(
 
 
 if __name__ == "__main__":
-    with interruptible(os.environ), user_errors(os.environ):
+    with whole_program(os.environ):
         commands = {"import": import_model, "export": export_model}
         parse_call(commands, sys.argv[1:], os.environ)()

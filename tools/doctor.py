@@ -6,7 +6,9 @@ if not __package__:  # run as a file, only tools/ is on the path
 import os
 import sys
 
+from megatron.config.launch import interruptible
 from tools.doctor.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], os.environ))
+    with interruptible(os.environ):
+        sys.exit(main(sys.argv[1:], os.environ))

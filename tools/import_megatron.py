@@ -26,8 +26,7 @@ from typing import Annotated
 import tyro
 
 from megatron.config.checks import positive
-from megatron.config.launch import interruptible
-from megatron.config.parse import parse, user_errors
+from megatron.config.parse import parse, whole_program
 from megatron.data.tokenizer import build_tokenizer
 from tools.convert.staging import refuse_existing
 
@@ -68,7 +67,7 @@ class Settings:
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    with user_errors(environ):
+    with whole_program(environ):
         settings = parse(Settings, arguments, environ)
         refuse_existing(Path(settings.output))
 
@@ -97,14 +96,13 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
             f"Megatron-LM, {files[0]} of {len(files)}",
             lambda folder: check_weights(folder, weights, str(files[0])),
         )
-    version = ranks[0].version
-    print(
-        f"{len(ranks)} model-parallel rank{'s' if len(ranks) > 1 else ''}, checkpoint_version "
-        f"{version:g}, rows of Q, K and V in the order {ORDERS[min(int(version), 2)]}"
-    )
-    print_import(files[0], path, config)
+        version = ranks[0].version
+        print(
+            f"{len(ranks)} model-parallel rank{'s' if len(ranks) > 1 else ''}, checkpoint_version "
+            f"{version:g}, rows of Q, K and V in the order {ORDERS[min(int(version), 2)]}"
+        )
+        print_import(files[0], path, config)
 
 
 if __name__ == "__main__":
-    with interruptible(os.environ):
-        main(sys.argv[1:], os.environ)
+    main(sys.argv[1:], os.environ)

@@ -26,8 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.checks import non_negative
-from megatron.config.launch import interruptible
-from megatron.config.parse import parse, user_errors
+from megatron.config.parse import parse, whole_program
 from megatron.config.training import BertDataConfig
 from megatron.data.bert import MASK_SHARE, RANDOM_SHARE, SPECIAL, BertDataset, BertSample
 from megatron.data.gpt2 import GPT2Batch, GPT2Dataset, open_splits
@@ -89,7 +88,7 @@ class Row(NamedTuple):
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    with user_errors(environ):
+    with whole_program(environ):
         settings = parse(Settings, arguments, environ)
         if reads_documents(settings.data.data_path):
             corpus, documents_tokenizer, data = open_gpt2(settings)
@@ -104,7 +103,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
             assert isinstance(inputs.train, BertDataset)
             lines = [described(inputs.corpus, tokenizer), ""]
             lines += shown_bert(inputs.train, tokenizer, settings)
-    print("\n".join(lines))
+        print("\n".join(lines))
 
 
 def reads_documents(data_path: Sequence[str]) -> bool:
@@ -330,5 +329,4 @@ def _wrapped(text: str) -> str:
 
 
 if __name__ == "__main__":
-    with interruptible(os.environ):
-        main(sys.argv[1:], os.environ)
+    main(sys.argv[1:], os.environ)

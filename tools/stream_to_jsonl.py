@@ -31,7 +31,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from megatron.config.parse import parse_call, user_errors
+from megatron.config.parse import parse_call, whole_program
 from megatron.data.files import atomic_writer
 from megatron.data.json_lines import LONGEST_LINE
 from megatron.data.map_style import check_column, load_named, one_line
@@ -141,5 +141,5 @@ def read_texts(stream: Any, column: str, name: str) -> Iterator[object]:
 
 
 if __name__ == "__main__":
-    with user_errors(os.environ):
+    with whole_program(os.environ):
         parse_call(stream_to_jsonl, sys.argv[1:], os.environ)()

@@ -27,7 +27,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 
-from megatron.config.parse import parse_call, user_errors
+from megatron.config.parse import parse_call, whole_program
 from megatron.data.files import write_atomically
 from megatron.data.json_lines import find_shards
 from megatron.data.text_checks import WARN_UNKNOWN
@@ -281,5 +281,5 @@ def texts(paths: Sequence[Path], *, again: bool = False) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    with user_errors({}):
+    with whole_program({}):
         parse_call(train_tokenizer, sys.argv[1:], {})()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from megatron.errors import UsageError
 
@@ -94,6 +95,20 @@ def interruptible(environ: Mapping[str, str]) -> Iterator[None]:
             above = "\n" if sys.stderr.isatty() else ""  # the terminal shows ^C in its line
             print(f"{above}interrupted", file=sys.stderr, flush=True)
         raise SystemExit(130) from None  # the status of Ctrl-C in shells
+
+
+@contextlib.contextmanager
+def terminated() -> Iterator[None]:
+    """SIGTERM ends the program as Ctrl-C does, with all that it has started."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def write_error_file(path: str | None, message: str) -> None:

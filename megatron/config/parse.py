@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from megatron.config import help as helps
-from megatron.config.launch import is_first, write_error_file
+from megatron.config.launch import interruptible, is_first, write_error_file
 from megatron.config.presets import (
     PRESETS,
     PresetSetting,
@@ -141,6 +141,15 @@ def user_errors(
             print(text, file=sys.stderr, flush=True)
             write_error_file(environ.get("TORCHELASTIC_ERROR_FILE"), text)
         raise SystemExit(2) from error
+
+
+@contextlib.contextmanager
+def whole_program(
+    environ: Mapping[str, str], kinds: tuple[type[Exception], ...] = (ValueError, OSError)
+) -> Iterator[None]:
+    """Wraps a whole program that starts no ranks: `user_errors` and `interruptible`."""
+    with interruptible(environ), user_errors(environ, kinds=kinds):
+        yield
 
 
 _in_force: list[PresetSetting] = []

@@ -22,20 +22,17 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from types import FrameType
 from typing import Any
 
 from megatron.config.checks import non_negative, positive
-from megatron.config.launch import interruptible
-from megatron.config.parse import parse, user_errors
+from megatron.config.launch import terminated
+from megatron.config.parse import parse, whole_program
 from megatron.data.files import write_atomically
 from megatron.errors import UsageError
 from tools.chaos.account import account
@@ -84,7 +81,7 @@ class Settings:
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the program; returns the exit status."""
-    with user_errors(environ), interruptible(environ), terminated():
+    with whole_program(environ), terminated():
         arguments = [*arguments]
         at = arguments.index("--") if "--" in arguments else len(arguments)
         settings = parse(Settings, arguments[:at], environ, description=__doc__)
@@ -93,20 +90,6 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         report = run(settings, command)
         print(summary(report))
         return int(report["status"])
-
-
-@contextmanager
-def terminated() -> Iterator[None]:
-    """SIGTERM ends the program as Ctrl-C does, with all that it has started."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def run(settings: Settings, command: Sequence[str], launch: Launch = Command) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.config.checks import writable
-from megatron.config.launch import world_size
+from megatron.config.launch import interruptible, world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
 from megatron.data.files import write_atomically
@@ -75,11 +75,13 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     for name, probe in machine.libraries(device).items():
         cure = CURES.get(name, f"install {name} again; requirements.txt names the release")
         report.run("libraries", name, probe, cure=cure, is_needed=False)
-    print(report.text())
-    if settings.json is not None:
-        write_atomically(settings.json, (json.dumps(report.record(), indent=1) + "\n").encode())
+    with user_errors(environ):
+        print(report.text())
+        if settings.json is not None:
+            write_atomically(settings.json, (json.dumps(report.record(), indent=1) + "\n").encode())
     return 0 if report.is_healthy else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], os.environ))
+    with interruptible(os.environ):
+        sys.exit(main(sys.argv[1:], os.environ))

@@ -12,7 +12,7 @@ import tarfile
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 
-from megatron.config.parse import parse_call, user_errors
+from megatron.config.parse import parse_call, whole_program
 from megatron.data.files import atomic_writer
 from megatron.errors import UsageError
 from tasks.readers.race import LEVELS
@@ -64,5 +64,5 @@ def hashed_name(name: PurePosixPath) -> bytes:
 
 
 if __name__ == "__main__":
-    with user_errors({}):
+    with whole_program({}):
         parse_call(passages, sys.argv[1:], {})()

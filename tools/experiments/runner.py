@@ -24,7 +24,8 @@ from operator import not_
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron.config.parse import parse, user_errors
+from megatron.config.launch import terminated
+from megatron.config.parse import parse, whole_program
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.files import sha256, write_atomically
 from megatron.errors import UsageError, flag
@@ -208,7 +209,7 @@ def main(settings: type[S], run: Callable[[S], None], program: str, doc: str | N
 
     program: as its user types it. doc: for --help.
     """
-    with user_errors({}):
+    with whole_program({}), terminated():  # with the commands that it has started
         try:
             run(parse(settings, sys.argv[1:], {}, prog=program, description=doc or ""))
         except StageError as error:  # user_errors would add settings of presets to its command

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from megatron.config.parse import parse_call, user_errors
+from megatron.config.parse import parse_call, whole_program
 from tools.layouts.picture import picture
 
 PROGRAMS = {"picture": picture}
@@ -12,7 +12,7 @@ PROGRAMS = {"picture": picture}
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the program; returns the exit status."""
-    with user_errors(environ):
+    with whole_program(environ):
         parse_call(PROGRAMS, arguments, environ)()
     return 0
 

@@ -37,8 +37,7 @@ import tyro
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import positive, writable
-from megatron.config.launch import interruptible
-from megatron.config.parse import parse, user_errors
+from megatron.config.parse import parse, whole_program
 from megatron.config.training import LoggingConfig, TrainingConfig
 from megatron.data.files import write_atomically
 from megatron.errors import UsageError, flag, switch
@@ -110,7 +109,7 @@ class ComparedTraining(TrainingConfig):
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the comparison; returns the exit status."""
-    with interruptible(environ), user_errors(environ), TemporaryDirectory() as folder:
+    with whole_program(environ), TemporaryDirectory() as folder:
         config, precision = read_settings(arguments, environ)
         asked = config.comparison
         names = dict.fromkeys(parse_layout(name).name for name in asked.layouts)

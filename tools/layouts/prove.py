@@ -22,8 +22,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.checks import writable
-from megatron.config.launch import interruptible
-from megatron.config.parse import parse_call, user_errors
+from megatron.config.parse import parse_call, whole_program
 from megatron.data.files import write_atomically
 from megatron.errors import UsageError, switch
 from megatron.huggingface.config import (
@@ -289,7 +288,7 @@ def dumped(found: Mapping[int, Proof | str], shown: Mapping[int, Any]) -> str:
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the program; returns the exit status."""
-    with interruptible(environ), user_errors(environ):
+    with whole_program(environ):
         command = parse_call(prove_plan, arguments, environ)
         try:
             return int(command())

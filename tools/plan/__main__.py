@@ -36,7 +36,7 @@ from megatron.config.checks import at_least, needs, non_negative, positive, writ
 from megatron.config.launch import world_size
 from megatron.config.model import RecomputeGranularity
 from megatron.config.parallel import ParallelConfig
-from megatron.config.parse import parse, user_errors
+from megatron.config.parse import parse, whole_program
 from megatron.data.files import atomic_writer, write_atomically
 from megatron.errors import UsageError, flag, spelling
 from megatron.libraries import load
@@ -252,7 +252,7 @@ class MeasureConfig:
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the program; returns the exit status."""
     given = {word.partition("=")[0] for word in arguments}
-    with user_errors(environ):
+    with whole_program(environ):
         if arguments and arguments[0] in STUDIES:
             settings, show = STUDIES[arguments[0]]
             show(parse(settings, arguments[1:], environ))

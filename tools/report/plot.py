@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from megatron.config.parse import parse_call, user_errors
+from megatron.config.parse import parse_call, whole_program
 from megatron.data.files import write_atomically
 from megatron.errors import UsageError
 from tools.report.curves import (
@@ -84,7 +84,7 @@ def plot(
 
 
 def main() -> None:
-    with user_errors(os.environ):
+    with whole_program(os.environ):
         parse_call(plot, sys.argv[1:], os.environ)()
 
 

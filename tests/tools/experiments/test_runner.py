@@ -3,9 +3,11 @@
 import errno
 import json
 import shutil
+import signal
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from unittest.mock import Mock
@@ -209,6 +211,27 @@ def test_parallel_commands(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     for label in ("one", "two"):
         lines = [line for line in shown if line.startswith(label)]
         assert lines == [f"{label} | first", f"{label} | last"]
+
+
+@dataclass
+class NoSettings:
+    pass
+
+
+def test_sigterm_ends_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "import os, pathlib, signal, sys, time; os.kill(os.getppid(), signal.SIGTERM)\n"
+    text += "time.sleep(2); pathlib.Path(sys.argv[1]).touch()"
+    stage = Stage(name="long", commands=(script(text, tmp_path / "ended"),))
+    monkeypatch.setattr("sys.argv", [PROGRAM])
+    run = partial(run_stages, [stage], tmp_path / "out", PROGRAM)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit) as stop:
+            runner.main(NoSettings, lambda _: run(), PROGRAM, "")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stop.value.code == 143
+    assert not (tmp_path / "ended").exists()
 
 
 @pytest.mark.parametrize("accepted", [True, False])
