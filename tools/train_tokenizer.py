@@ -27,6 +27,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 
+from megatron.config.checks import fillable
 from megatron.config.parse import parse_call, whole_program
 from megatron.data.files import write_atomically
 from megatron.data.json_lines import find_shards
@@ -85,6 +86,7 @@ def train_tokenizer(
         raise UsageError("--tokenizer-type", tokenizer_type, f"one of {known}")
     check_special_tokens(special_tokens, tokenizer_type)
     check_vocab_size(vocab_size, tokenizer_type, len(special_tokens))
+    fillable("--output", output)
     special = {"special_tokens": special_tokens} if special_tokens else {}
     files = TRAINERS[tokenizer_type](input, vocab_size, **special)
     there = {name: output / name for name in files if (output / name).is_file()}

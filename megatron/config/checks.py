@@ -4,6 +4,7 @@ A field is set if its value is not the default. None, "not given", passes every 
 does False where the default is None.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -124,13 +125,24 @@ def _check(
 
 
 def writable(config: object, field: str, ending: str = "") -> None:
-    """Refuse a file that cannot be written. The field is a Path or None; the file's folder must
-    exist, and its name must end in `ending`."""
+    """Refuse a file that cannot be written, or replaced. The field is a Path or None; the file's
+    folder must exist and be writable, and its name must end in `ending`."""
     path: Path | None = getattr(config, field)
-    if path is None or (path.name.endswith(ending) and path.parent.is_dir() and not path.is_dir()):
+    if path is None:
         return
-    folder = path.parent if path.parent.is_dir() else Path()
-    name = "result.json" if path.is_dir() else path.name
+    in_place = path.parent.is_dir() and os.access(path.parent, os.W_OK)
+    is_other = path.exists() and not path.is_file()  # a folder, or a device such as /dev/stdout
+    if in_place and not is_other and path.name.endswith(ending):
+        return
+    folder = path.parent if in_place else Path()
+    name = "result.json" if is_other else path.name
     works = str((folder / name).with_suffix(ending or Path(name).suffix))
     kind = f"*{ending} file" if ending else "file"
-    raise UsageError(flag(field), path, f"a {kind} in a folder that exists", works=works)
+    raise UsageError(flag(field), path, f"a {kind} in a folder that can be written", works=works)
+
+
+def fillable(flag: str, folder: Path) -> None:
+    """Refuse a folder that can be neither made nor written to."""
+    there = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise UsageError(flag, folder, "a folder that can be written, there already or not")

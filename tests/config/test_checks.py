@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.checks import at_least, share, writable
+from megatron.config.checks import at_least, fillable, share, writable
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.parse import parse
 from megatron.config.pretrain import (
@@ -387,7 +387,7 @@ class Own:
     workers: int | None = 1
 
 
-def test_checks_of_other_programs(tmp_path: Path) -> None:
+def test_checks_of_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     wrong = ("", ".json"), ("no/x.json", ".json"), ("no/x.txt", ".png"), ("new.txt", ".png")
     for path, ending in wrong:
@@ -396,6 +396,15 @@ def test_checks_of_other_programs(tmp_path: Path) -> None:
         assert name == "--output"
         writable(Own(output=tmp_path / works), "output", ending)
     writable(Own(), "output")
+    for path in (Path("/dev/null"), tmp_path / "file" / "below"):  # which a file would replace
+        refusal(partial(writable, Own(output=path), "output"), field="--output")
+    fillable("--output", tmp_path / "new" / "below")
+    (tmp_path / "dangling").symlink_to(tmp_path / "none")
+    for name in ("file", "file/below", "dangling"):
+        refusal(partial(fillable, "--output", tmp_path / name), field="--output")
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # as where the disk is read-only
+    refusal(partial(writable, Own(output=tmp_path / "x"), "output"), field="--output")
+    refusal(partial(fillable, "--output", tmp_path), field="--output")
     for own, check in (
         (Own(rate=1.5), lambda own: share(own, "rate")),
         (Own(workers=0), lambda own: at_least(own, workers=1)),

@@ -111,6 +111,7 @@ def test_replaced_files(tmp_path: Path) -> None:
 LAST = """
 --vocab-size 256 | --tokenizer-type BertWordPieceCase --vocab-size 99
 --vocab-size 100 --tokenizer-type T5 | --vocab-size 300 --input none.jsonl
+--vocab-size 300 --output tools/corpus.py | --vocab-size 300 --output tools/corpus.py/below
 """
 
 

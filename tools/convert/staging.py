@@ -5,14 +5,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron.config.checks import fillable
 from megatron.data.files import flush_path
 from megatron.errors import UsageError
 
 
 def refuse_existing(to: Path) -> None:
-    """Raise UsageError if `to`, the --output, exists: a conversion replaces nothing."""
+    """Raise UsageError if `to`, the --output, exists, as nothing is replaced, or cannot be made."""
     if to.exists() or to.is_symlink():
         raise UsageError("--output", to, "a name that is not taken yet")
+    fillable("--output", to)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from megatron.config.checks import fillable
 from megatron.data.files import atomic_writer, sha256
 from megatron.data.json_lines import MANIFEST, NOT_SHARDS, WORK
 from megatron.errors import UsageError
@@ -454,8 +455,7 @@ def check_paths(inputs: Sequence[Path], units: Sequence[Unit], output: Path) -> 
 
     A folder may hold both if only files directly in it are input.
     """
-    if output.exists() and not output.is_dir():
-        raise UsageError("--output", output, "a folder, there already or not")
+    fillable("--output", output)
     place = output.resolve()
     files = {file: Path(file).resolve() for file in {unit.file for unit in units}}
     seen: set[tuple[Path, int]] = set()

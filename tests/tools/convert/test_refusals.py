@@ -315,6 +315,7 @@ import --from {gpt2} --no-tokenizer --tokenizer-type BertWordPieceCase
 import --from {here}/file | import --from {here}/nothing | import --from ./nothing
 import --from a/b/c | export --from {here}/nothing | export --from {here}/step_00000007
 import --from {gpt2} --output {here} | export --from {gpt2} --output {here}
+import --from {here}/nothing --output {here}/file/below
 """
 FLAGS: list[tuple[str, str | None]] = [
     *by_last_flag(LAST),
