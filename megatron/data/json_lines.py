@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
+from megatron.errors import UsageError
 from megatron.libraries import Library
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def find_shards(paths: Sequence[Path], endings: Sequence[str] = (*LINES, TEXT)) 
             shards.append(path)
             continue
         if not path.is_dir():
-            raise ValueError(f"--input {path}: there is no such file or folder")
+            raise UsageError("--input", path, "a file or a folder, and no pipe")
         if (path / WORK).exists() and not (path / MANIFEST).exists():
             raise ValueError(
                 f"--input {path} is the output of a step that has not finished; its command again "

@@ -314,17 +314,7 @@ class StepRun:
         remove(path for path in others if path.is_file())
         remove(self.output.rglob(PARTIAL))
 
-        parts = [self.work / "rejected" / f"{unit.name}.jsonl" for unit in self.units]
-        remove([self.output / REJECTED])
-        if found := [part for part in parts if part.exists()]:
-            concatenate(found, self.output / REJECTED)
-        lost = [f"{documents(n)} {why}" for why, n in sorted(accounting.dropped.items())]
-        dropped = ", ".join(lost) or "none"
-        if not documents(accounting.output):
-            raise ValueError(
-                f"{self.name}: {why_empty(accounting, dropped, self.output / REJECTED)}"
-            )
-
+        dropped = self.list_dropped(accounting)
         manifest = {
             "step": self.name,
             "settings": self.parameters,
@@ -353,6 +343,21 @@ class StepRun:
                 f"warning: {documents(damaged)} files are cut short or damaged; {REJECTED} has them"
             )
         return manifest
+
+    def list_dropped(self, accounting: DocumentCounts) -> str:
+        """Collect the rejected lines in a file; returns the counts of dropped documents in words.
+        Raises ValueError, with the reason, if no document is left."""
+        parts = [self.work / "rejected" / f"{unit.name}.jsonl" for unit in self.units]
+        remove([self.output / REJECTED])
+        if found := [part for part in parts if part.exists()]:
+            concatenate(found, self.output / REJECTED)
+        lost = [f"{documents(n)} {why}" for why, n in sorted(accounting.dropped.items())]
+        dropped = ", ".join(lost) or "none"
+        if not documents(accounting.output):
+            raise ValueError(
+                f"{self.name}: {why_empty(accounting, dropped, self.output / REJECTED)}"
+            )
+        return dropped
 
     def _inputs(self) -> list[dict[str, Any]]:
         """Name, size and checksum of every input file.  Raises ValueError if one has changed."""

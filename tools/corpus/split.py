@@ -88,6 +88,8 @@ def run(settings: Settings) -> None:
             for side in range(len(SIDES))
         ]
         train, valid = (count["documents"] for count in counts)
+        if not train and not valid:
+            step.list_dropped(sum_counts(scattered))  # says why
         if not train or not valid:
             raise UsageError(
                 "--ratio",

@@ -84,6 +84,16 @@ def test_input_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert len(find_shards([unfinished])) == 1
 
 
+@pytest.mark.parametrize("step", ["clean", "decontaminate", "dedup", "split"])
+def test_the_first_line_is_named_where_none_is_a_document(step: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('\n{"body": "of another key"}\n')
+    write_jsonl(tmp_path / "evaluation.jsonl", [{"text": "some text"}])
+    words = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out")]
+    if step == "decontaminate":
+        words += ["--evaluation", str(tmp_path / "evaluation.jsonl")]
+    refusal(partial(program, f"tools.corpus.{step}", [*words, "--workers", "1"]), "byte 1")
+
+
 def test_sizes_are_read_with_their_unit() -> None:
     sizes = {"32MB": 32 * 10**6, "1.5GB": 1_500_000_000, "7B": 7, "2K": 2000, "1tb": 10**12}
     for text, size in sizes.items():

@@ -264,10 +264,7 @@ class Stages:
             for name, count in result["blocks"]
         )
         if not blocks:
-            raise ValueError(
-                f"--input holds no document in {documents(accounting.input)} lines; each has to "
-                'be {"text": "..."}'
-            )
+            self._step.list_dropped(accounting)  # raises it
         index = Index(self._folder("signatures"), tuple(units), blocks)
         if len(index) >= MOST_DOCUMENTS:
             raise ValueError(f"--input holds {len(index)} documents; under 2^32 would work")
