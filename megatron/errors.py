@@ -121,7 +121,7 @@ def line_of(
     turned_off = field.removeprefix("no_")
     if field not in kinds:
         return setting(turned_off, False) if turned_off in kinds and not values else None
-    parts = _parts(kinds[field])
+    parts = types_within(kinds[field])
     if not values:
         return setting(field, True) if bool in parts and not is_named else field
     if not parts.isdisjoint((int, float)):
@@ -129,9 +129,9 @@ def line_of(
     return setting(field, values if len(values) > 1 else values[0])
 
 
-def _parts(kind: Any) -> set[Any]:
-    """The types within a type: int and None for int | None."""
-    return {kind}.union(*map(_parts, get_args(kind)))
+def types_within(kind: Any) -> set[Any]:
+    """A type, and the types within it: int and None for int | None."""
+    return {kind}.union(*map(types_within, get_args(kind)))
 
 
 def _number(value: Any) -> Any:

@@ -42,6 +42,7 @@ from megatron.errors import (
     setting,
     spelling,
     spellings,
+    types_within,
 )
 from megatron.libraries import MissingLibrary
 
@@ -240,6 +241,7 @@ def parse(
             if key in names and not isinstance(value, Mapping):
                 saved_words += _arguments(key, value)
         first = saved_words + first
+    _refuse_blank_paths(first + words, types)
     description = description or sys.modules["__main__"].__doc__ or ""
     text = textwrap.dedent(description).strip()
     text += f"\n\n{_PRESET_HELP}" * ("preset" not in types)
@@ -285,6 +287,16 @@ def parse_table(program: type[Program], table: Mapping[str, Any]) -> Program:
             if fit := _misfit(types[key], value, _arguments(key, value)):
                 raise UsageError(flag(key), value, fit) from None
         raise
+
+
+def _refuse_blank_paths(words: Sequence[str], types: Mapping[str, Any]) -> None:
+    """Raise UsageError for a path that is empty, as where a shell's variable is not set: it would
+    be the current folder."""
+    for word, *values in by_flag(words):
+        name, equals, value = word.partition("=")
+        is_path = Path in types_within(types.get(field_of(name)))
+        if is_path and "" in ([value] if equals else values):
+            raise UsageError(name, "''", "a path")
 
 
 def _check_types(words: Sequence[str], types: Mapping[str, Any]) -> None:
@@ -376,11 +388,13 @@ def parse_call(
         names = list(inspect.signature(functions).parameters)
         call = functools.partial(tyro.cli, later(functions))
     about = functions.values() if isinstance(functions, Mapping) else [functions]
+    given = functions.get(next(iter(argv), "")) if isinstance(functions, Mapping) else functions
+    types = get_type_hints(given) if given else {}
+    _refuse_blank_paths(argv, types)
     try:
         return _run_tyro(call, argv, environ, names, None, [*about, examples])
     except CommandLineError:
-        given = functions.get(next(iter(argv), "")) if isinstance(functions, Mapping) else functions
-        _check_types(argv, get_type_hints(given) if given else {})
+        _check_types(argv, types)
         raise
 
 

@@ -5,6 +5,7 @@ Sizes of the presets' models: models/test_presets.py.
 
 import json
 import re
+import shlex
 import signal
 import warnings
 from contextlib import AbstractContextManager
@@ -61,6 +62,25 @@ def test_the_type_of_a_setting_is_named() -> None:
     ):
         refusal(lambda name=name, words=values: pretrain(name, *words), kind, field=name)
     refusal(lambda: pretrain("--nun-layers", "2"), "--nun-layers", kind=CommandLineError)
+
+
+@dataclass(frozen=True)
+class Written:
+    output: Path | None = None
+
+
+def test_a_blank_path_is_refused() -> None:
+    """It would be the current folder."""
+
+    def program(input: tuple[Path, ...], output: Path | None = None, name: str = "") -> None: ...
+
+    for words, flag in (
+        ("--input a '' b", "--input"), ("--input a --output=", "--output"),
+        ("--input a --output ''", "--output"),
+    ):  # fmt: skip
+        refusal(lambda words=words: parse_call(program, shlex.split(words), {}), field=flag)
+    parse_call(program, ["--input", "a", "--name", ""], {})
+    refusal(partial(parse, Written, ["--output", ""], {}), field="--output")
 
 
 def terminated() -> int:
