@@ -631,8 +631,8 @@ vit-the-class-token-counted-per-rank
 + self.add_parameter("weight", shape, shards, std=std, partial=mesh.partial_axes[:1])
 @ megatron/data/images.py | data/test_images
 images-changes-of-the-seed-alone
-- bits = mix(mix(np.array([seed], np.uint64)) ^ np.asarray(numbers, np.uint64))
-+ bits = mix(mix(np.array([seed], np.uint64)) ^ np.asarray(numbers, np.uint64) % 2)
+- bits = mix(mix(np.array([self.seed], np.uint64)) ^ np.asarray(numbers, np.uint64))
++ bits = mix(mix(np.array([self.seed], np.uint64)) ^ np.asarray(numbers, np.uint64) % 2)
 images-the-mean-of-the-last-chunk
 - sums[channel] += sum(value * n for value, n in enumerate(numbers))
 + sums[channel] = sum(value * n for value, n in enumerate(numbers))

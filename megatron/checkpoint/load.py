@@ -87,13 +87,10 @@ def load_optimizer(
         number = numbers.get(id(parameters.get(name)))
         if number is None or kind == "model":
             continue
-        spec, dtype = table[name], getattr(torch, entry["dtype"])
-        if entry["shape"] == list(spec.shape):
-            local = torch.empty(spec.local_shape, dtype=dtype)
-            state.setdefault(number, {})[kind] = local
-        else:
-            spec, local = ShardingSpec(shape=(1,)), torch.empty(1, dtype=dtype)
-            state.setdefault(number, {})[kind] = local[0]
+        is_like_it = entry["shape"] == list(table[name].shape)
+        spec = table[name] if is_like_it else ShardingSpec(shape=(1,))
+        local = torch.empty(spec.local_shape, dtype=getattr(torch, entry["dtype"]))
+        state.setdefault(number, {})[kind] = local if is_like_it else local[0]
         slices.append(TensorSlice(key, spec, local))
     # Files are read first: a damaged one leaves the optimizer as it is.
     load_checkpoint(checkpoint, slices, partial=True)

@@ -148,8 +148,7 @@ class MemoryCheckpoints:
     def _copy_to_partners(self, folder: Path) -> None:
         """Send the files of each host's ranks to the next host, from rank to rank."""
         mesh, rank, number = self._mesh, self._mesh.control.rank, len(self._hosts)
-        outgoing: list[tuple[int, torch.Tensor]] = []
-        incoming: list[tuple[int, torch.Tensor]] = []
+        transfers: list[tuple[Any, torch.Tensor, int]] = []  # (isend or irecv, piece, other rank)
 
         def open_files() -> None:
             for name, facts in read_manifest(folder, alone=True)["files"].items():
@@ -166,16 +165,13 @@ class MemoryCheckpoints:
                             os.posix_fallocate(stream.fileno(), 0, size)
                 if rank in (sender, receiver) and size:
                     mapped = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
-                    pieces = mapped.split(PIECE)
-                    if rank == sender:
-                        outgoing.extend((receiver, piece) for piece in pieces)
-                    else:
-                        incoming.extend((sender, piece) for piece in pieces)
+                    is_sender = rank == sender
+                    start, other = (dist.isend, receiver) if is_sender else (dist.irecv, sender)
+                    transfers.extend((start, piece, other) for piece in mapped.split(PIECE))
 
         def exchange() -> None:
             group, calls = mesh.control.group, mesh.control.calls
-            works = [dist.isend(piece, to, group=group) for to, piece in outgoing]
-            works += [dist.irecv(piece, of, group=group) for of, piece in incoming]
+            works = [start(piece, other, group=group) for start, piece, other in transfers]
             call = calls.start("copy to the partner host", len(works))
             calls.wait_for(call, lambda: [work.wait() for work in works if work is not None])
 

@@ -42,12 +42,8 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         not_empty(self)
-        for name in (
-            "save_interval",
-            "keep_checkpoints",
-            "async_save",
-            "memory_checkpoint_interval",
-        ):
+        of_save = ("save_interval", "keep_checkpoints", "async_save", "memory_checkpoint_interval")
+        for name in of_save:
             needs(self, name, "save")
         for name in ("finetune", "memory_checkpoint_interval"):
             needs(self, name, "load")

@@ -439,12 +439,8 @@ def _run_tyro(
         marks.append(tyro.conf.HelptextFromCommentsOff)
     try:
         with contextlib.redirect_stderr(message), contextlib.redirect_stdout(whole):
-            return call(
-                prog=prog,
-                args=arguments,
-                console_outputs=is_first(environ) or not wanted,
-                config=marks,
-            )
+            prints = is_first(environ) or not wanted
+            return call(prog=prog, args=arguments, console_outputs=prints, config=marks)
     except SystemExit as stop:
         cause: BaseException | None = stop
         while cause is not None:  # tyro wraps a UsageError, and draws a box round it

@@ -51,7 +51,7 @@ def find_preset(name: str, keys: Collection[str] = ()) -> Path:
     """
     if Path(name).is_file():
         return Path(name)
-    files = sorted(PRESETS.rglob("*.toml"))
+    files = sorted(PRESETS.rglob("*.toml"), key=lambda file: (len(file.parts), file))
     for file in files:
         if name in (file.stem, str(file.relative_to(PRESETS).with_suffix(""))):
             return file

@@ -179,19 +179,17 @@ class PretrainConfig:
         checkpoint, whose global batch may have been another. Raises UsageError if no batch is
         filled, or warm-up does not fit.
         """
-        config = self
-        if (epochs := self.training.epochs) is not None:
-            batch = self.global_batch_size(world_size)
+        training, batch = self.training, self.global_batch_size(world_size)
+        if (epochs := training.epochs) is not None:
             samples_left = max(0, samples_in(epochs) - samples_done)
             if not (steps := steps_done + samples_left // batch):
                 allowed = f"enough for a global batch of {batch}: the first has {samples_in(1)} "
                 works = epochs_of(batch, samples_in)
                 raise UsageError("--epochs", epochs, f"{allowed}samples", works=works)
-            training = replace(self.training, train_iters=steps, epochs=None)
-            config = replace(self, training=training)
-        if config.training.eval_interval is None:
-            every = max(1, samples_in(1) // self.global_batch_size(world_size))
-            config = replace(config, training=replace(config.training, eval_interval=every))
+            training = replace(training, train_iters=steps, epochs=None)
+        if training.eval_interval is None:
+            training = replace(training, eval_interval=max(1, samples_in(1) // batch))
+        config = replace(self, training=training)
         warmup = self.optimizer.warmup_iters(config.lr_decay_iters())
         optimizer = replace(self.optimizer, lr_warmup_iters=warmup, lr_warmup_fraction=None)
         config = replace(config, optimizer=optimizer)

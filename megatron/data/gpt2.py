@@ -147,18 +147,11 @@ def open_splits(
     seq_length: int,
     seed: int,
     shuffle: bool = True,
-    reset_position_ids: bool = False,
-    reset_attention_mask: bool = False,
-    eod_mask_loss: bool = False,
+    **treatment: bool,
 ) -> tuple[GPT2Dataset | None, GPT2Dataset | None, GPT2Dataset | None]:
-    """See open_series. Raises UsageError also for a split of fewer than seq_length + 1 tokens, and
-    if boundaries are asked for that the data does not mark."""
-    boundaries = Boundaries(
-        eod=corpus.eod,
-        reset_position_ids=reset_position_ids,
-        reset_attention_mask=reset_attention_mask,
-        eod_mask_loss=eod_mask_loss,
-    )
+    """See open_series. treatment: fields of Boundaries. Raises UsageError also for a split of fewer
+    than seq_length + 1 tokens, and if boundaries are asked for that the data does not mark."""
+    boundaries = Boundaries(eod=corpus.eod, **treatment)
 
     def cut(data: IndexedDataset, documents: range, name: str) -> TokenRange:
         tokens = data.token_range(documents)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from itertools import chain
 from math import sqrt
 from pathlib import Path
 from typing import Any, ClassVar
@@ -111,16 +112,12 @@ class Packed:
     file: cache.Cache
     size: int
     classes: list[str]
-    mean: tuple[float, ...]
+    mean: tuple[float, float, float]
     """Mean of red, green and blue over the training split, of values from 0 to 1."""
-    std: tuple[float, ...]
+    std: tuple[float, float, float]
     """Standard deviation of red, green and blue over the training split."""
     content: str
     """Identity of classes, labels and pixels."""
-
-    @property
-    def num_documents(self) -> int:
-        return sum(len(self.split(name)) for name in SPLITS)
 
     def split(self, name: str) -> Split:
         return Split(self.file, name, self.size, self.file.read(f"{name} labels"))
@@ -182,8 +179,8 @@ def _open_packed(file: Path, size: int, key: str | None) -> Packed:
         found.read(f"{name} labels")
         if file.stat().st_size <= CHECKED:
             found.read(name)
-    mean, std = tuple(values["mean"]), tuple(values["std"])
-    return Packed(found, size, values["classes"], mean, std, f"images {values['content']}")
+    colors: dict[str, Any] = {name: tuple(values[name]) for name in ("mean", "std")}
+    return Packed(found, size, values["classes"], content=f"images {values['content']}", **colors)
 
 
 @dataclass(frozen=True)
@@ -200,7 +197,7 @@ class Listing:
     folder: Path
     classes: list[str]
     splits: dict[str, list[Origin]]
-    key: list[Any] = field(default_factory=list)
+    key: list[Any]
     """Names, sizes and times of the files."""
 
 
@@ -209,9 +206,22 @@ def list_images(folder: Path) -> Listing:
     is in one split only."""
     if not folder.is_dir():
         raise UsageError("--data-path", folder, "a folder with train/CLASS/ and test/CLASS/")
-    if any(folder.glob(CIFAR_FILES["training"])):
-        return _list_cifar(folder)
-    names, files = dict[str, set[str]](), dict[str, list[Path]]()
+    is_cifar = any(folder.glob(CIFAR_FILES["training"]))
+    classes, splits = (_list_cifar if is_cifar else _list_by_class)(folder)
+    training, validation = ({each.label for each in its} for its in splits.values())
+    if lonely := sorted(training ^ validation):
+        which = "training" if lonely[0] in training else "validation"
+        allowed = f"of the same classes in both splits: {classes[lonely[0]]} is only in {which}"
+        raise UsageError("--data-path", folder, allowed)
+    files = dict.fromkeys(each.path for its in splits.values() for each in its)
+    stats = [(file, file.stat()) for file in (*files, *folder.glob(CIFAR_NAMES))]
+    key = [[str(file.relative_to(folder)), s.st_size, s.st_mtime_ns] for file, s in stats]
+    return Listing(folder, classes, splits, key)
+
+
+def _list_by_class(folder: Path) -> tuple[list[str], dict[str, list[Origin]]]:
+    """(names of the classes, the images of each split)."""
+    files = dict[str, list[Path]]()
     for split, its_names in SPLITS.items():
         found = [folder / each for each in its_names if (folder / each).is_dir()]
         if len(found) != 1:
@@ -219,59 +229,35 @@ def list_images(folder: Path) -> Listing:
             allowed = f"a folder with {' or '.join(f'{each}/' for each in its_names)} (it has "
             allowed += f"{several}), or with CIFAR-10's data_batch_*.bin and test_batch.bin"
             raise UsageError("--data-path", folder, allowed)
-        files[split] = sorted(
-            each
-            for each in found[0].glob("*/*")
-            if each.suffix.lower() in SUFFIXES and each.is_file()
-        )
-        names[split] = {each.parent.name for each in files[split]}
+        images = (each for each in found[0].glob("*/*") if each.suffix.lower() in SUFFIXES)
+        files[split] = sorted(filter(Path.is_file, images))
         if not files[split]:
             raise UsageError("--data-path", found[0], "a folder with images in a folder per class")
-    _require_equal(folder, names)
-    classes = sorted(names["training"])
+    classes = sorted({each.parent.name for its in files.values() for each in its})
     labels = {name: label for label, name in enumerate(classes)}
-    splits = {
+    return classes, {
         split: [Origin(each, labels[each.parent.name]) for each in its]
         for split, its in files.items()
     }
-    return Listing(folder, classes, splits, _facts(folder, [p for f in files.values() for p in f]))
 
 
-def _list_cifar(folder: Path) -> Listing:
-    splits, files = dict[str, list[Origin]](), list[Path]()
+def _list_cifar(folder: Path) -> tuple[list[str], dict[str, list[Origin]]]:
+    splits = dict[str, list[Origin]]()
     for split, pattern in CIFAR_FILES.items():
-        found = sorted(folder.glob(pattern))
-        if not found:
-            raise UsageError("--data-path", folder, f"a folder with {pattern}, too")
         splits[split] = []
-        for file in found:
+        for file in sorted(folder.glob(pattern)):
             count, rest = divmod(size := file.stat().st_size, CIFAR_RECORD)
             if rest or not count:
                 allowed = f"of whole records of {CIFAR_RECORD:,} bytes; it has {size:,}"
                 raise UsageError("--data-path", file, allowed)
             labels = np.fromfile(file, np.uint8).reshape(count, -1)[:, 0].tolist()
             splits[split] += [Origin(file, label, n) for n, label in enumerate(labels)]
-        files += found
+        if not splits[split]:
+            raise UsageError("--data-path", folder, f"a folder with {pattern}, too")
     names, classes = folder / CIFAR_NAMES, [str(number) for number in range(10)]
     if names.is_file():
-        files.append(names)
         classes = names.read_text(encoding="utf-8", errors="replace").split()
-    found_classes = {split: {classes[each.label] for each in its} for split, its in splits.items()}
-    _require_equal(folder, found_classes)
-    return Listing(folder, classes, splits, _facts(folder, files))
-
-
-def _require_equal(folder: Path, classes: Mapping[str, set[str]]) -> None:
-    """Raise UsageError for a class that only one split has."""
-    if lonely := sorted(classes["training"] ^ classes["validation"]):
-        which = "training" if lonely[0] in classes["training"] else "validation"
-        allowed = f"of the same classes in both splits: {lonely[0]} is only in {which}"
-        raise UsageError("--data-path", folder, allowed)
-
-
-def _facts(folder: Path, files: Sequence[Path]) -> list[Any]:
-    stats = [(file, file.stat()) for file in files]
-    return [[str(f.relative_to(folder)), s.st_size, s.st_mtime_ns] for f, s in stats]
+    return classes, splits
 
 
 def pack(listing: Listing, size: int, file: Path, key: str, workers: int) -> None:
@@ -281,24 +267,19 @@ def pack(listing: Listing, size: int, file: Path, key: str, workers: int) -> Non
     parts = file.with_name(f"{file.name}.parts")
     parts.mkdir(exist_ok=True)
     count = max(1, CHUNK // (size**2 * CHANNELS))
-    chunks = [
-        (split, start, origins[start : start + count])
+    chunks = {
+        parts / f"{split}_{start:09d}": origins[start : start + count]
         for split, origins in listing.splits.items()
         for start in range(0, len(origins), count)
-    ]
-    files = [parts / f"{split}_{start:09d}" for split, start, _ in chunks]
+    }
     work = partial(_pack_chunk, size=size, key=key)
     with ThreadPoolExecutor(workers) as pool:
-        broken = [
-            name
-            for names in pool.map(work, files, [origins for *_, origins in chunks])
-            for name in names
-        ]
+        broken = [*chain.from_iterable(pool.map(work, chunks.keys(), chunks.values()))]
     if broken:
         some = ", ".join(broken[:3]) + (", ..." if len(broken) > 3 else "")
         allowed = f"without {len(broken)} files that cannot be read as images ({some})"
         raise UsageError("--data-path", listing.folder, allowed)
-    cache.write(file, key, _entries(listing, chunks, files, size, key))
+    cache.write(file, key, _entries(listing, chunks, size, key))
     shutil.rmtree(parts, ignore_errors=True)
 
 
@@ -343,19 +324,13 @@ def read_image(origin: Origin, size: int) -> NDArray[np.uint8]:
     return np.asarray(image, np.uint8)
 
 
-def _entries(
-    listing: Listing,
-    chunks: Sequence[tuple[str, int, Sequence[Origin]]],
-    files: Sequence[Path],
-    size: int,
-    key: str,
-) -> Iterator[tuple[str, Any]]:
+def _entries(listing: Listing, chunks: Iterable[Path], size: int, key: str) -> cache.Entries:
     """Yields the contents of the packed file, a chunk at a time. Sums of pixels are exact, so that
     mean and deviation do not depend on the chunks."""
     sums, squares, count = [0] * CHANNELS, [0] * CHANNELS, 0
     digest = hashlib.sha256(json.dumps(listing.classes).encode())
-    for (split, *_), file in zip(chunks, files, strict=True):
-        pixels = cache.Cache(file, key).read("pixels")
+    for file in chunks:
+        split, pixels = file.name.partition("_")[0], cache.Cache(file, key).read("pixels")
         digest.update(pixels.tobytes())
         yield split, pixels
         if split == "training":

@@ -181,10 +181,8 @@ class IndexedShard:
             )
         _, version, code, sequences, documents = HEADER.unpack(header)
         if version != VERSION or code not in DTYPES:
-            raise ValueError(
-                f"{index} has version {version} and token type {code}; version {VERSION} with type "
-                "8 (uint16) or 4 (int32) would work"
-            )
+            works = f"version {VERSION} with type 8 (uint16) or 4 (int32) would work"
+            raise ValueError(f"{index} has version {version} and token type {code}; {works}")
         if not sequences or not documents:
             raise ValueError(f"{index} holds no document")
         self.dtype = DTYPES[code]
@@ -377,8 +375,8 @@ class IndexedDataset:
     def will_read(self, start: int, stop: int) -> None:
         """Announces a read: a disk serves many reads together faster than in turn."""
         if sys.platform == "linux":
-            for shard, *where in self._pieces(start, stop):
-                os.posix_fadvise(shard.descriptor, *where, os.POSIX_FADV_WILLNEED)
+            for shard, offset, length in self._pieces(start, stop):
+                os.posix_fadvise(shard.descriptor, offset, length, os.POSIX_FADV_WILLNEED)
 
 
 def check_sum(file: str, actual: str, expected: str, what: str = "its SHA-256") -> None:

@@ -83,15 +83,10 @@ def find_shards(paths: Sequence[Path], endings: Sequence[str] = (*LINES, TEXT)) 
         if not path.is_dir():
             raise UsageError("--input", path, "a file or a folder, and no pipe")
         if (path / WORK).exists() and not (path / MANIFEST).exists():
-            raise ValueError(
-                f"--input {path} is the output of a step that has not finished; its command again "
-                "finishes it"
-            )
-        content = [
-            each
-            for each in sorted(path.iterdir())
-            if each.name not in NOT_SHARDS and not each.name.startswith(".")
-        ]
+            text = f"--input {path} is the output of an unfinished step; its command again "
+            raise ValueError(f"{text}finishes it")
+        known = (each for each in sorted(path.iterdir()) if each.name not in NOT_SHARDS)
+        content = [each for each in known if not each.name.startswith(".")]
         in_folder = {each for each in content if each.is_file() and each.name.endswith(names)}
         if not in_folder:
             message = f"--input {path} holds no file {readable}"

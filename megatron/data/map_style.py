@@ -25,7 +25,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -49,8 +49,6 @@ BATCH_ROWS = 1000  # rows read together in the one pass
 DEFAULT_SPLIT = "train"
 ENDINGS = (".txt", ".jsonl", ".json", ".csv", ".parquet")  # of files with texts
 
-Scan = Callable[[], Entries]
-
 
 class ColumnDocuments:
     """The rows of a column that hold text, numbered in their order.
@@ -64,10 +62,10 @@ class ColumnDocuments:
         name: str,
         dataset: Any,
         column: str,
-        scan_cached: Callable[[Scan], dict[str, Any]] = lambda scan: dict(scan()),
+        cache: tuple[Path, Sequence[Path], Sequence[str]] | None = None,
     ) -> None:
         """name: flag and value, for messages. dataset: a map-style `datasets.Dataset`, which may be
-        shuffled or selected. scan_cached: scan_once, but for its last argument.
+        shuffled or selected. cache: of the one pass, the first arguments of scan_once.
 
         Warns of rows without text; raises UsageError if the dataset is not map-style, if the column
         does not hold text, and if no row does.
@@ -80,7 +78,8 @@ class ColumnDocuments:
         check_column(column, dataset.features.arrow_schema, name)
         self.name, self._column = name, column
         self._rows = dataset.select_columns([column]).with_format(None)
-        texts = scan_cached(partial(_scan, self._rows))
+        scan = partial(_scan, self._rows)
+        texts = dict(scan()) if cache is None else scan_once(*cache, scan)
         without = texts["without"]
         self.content = f"SHA-256 {texts['digest']} of texts"
         self.num_documents = len(dataset) - len(without)
@@ -107,10 +106,8 @@ class ColumnDocuments:
         """Raises DataError if the column has changed."""
         text: str | None = self._rows[self.row(number)][self._column]
         if text is None:
-            raise DataError(
-                f"{self.location(number)} holds no text: it has changed since the whole was read; "
-                "files that stay as they are work"
-            )
+            place = self.location(number)
+            raise DataError(f"{place} has changed since it was opened; unchanged files work")
         return text
 
 
@@ -242,8 +239,8 @@ def _open_parquet(
                 pattern = glob.escape(str(file.absolute()))
                 size = f"{file.stat().st_size}-bytes"  # path and time are in the copy's key already
                 copies.append(datasets.Dataset.from_parquet(pattern, config_name=size, **how))
-    cached = partial(scan_once, path, files, (column, selection))
-    return ColumnDocuments(name, datasets.concatenate_datasets(copies), column, cached)
+    whole = datasets.concatenate_datasets(copies)
+    return ColumnDocuments(name, whole, column, (path, files, (column, selection)))
 
 
 def _open_dataset(
@@ -252,10 +249,8 @@ def _open_dataset(
     """beside: path next to which the result of the pass is cached; None for the first Arrow
     file."""
     files = [Path(each["filename"]) for each in dataset.cache_files]
-    if not files:
-        return ColumnDocuments(name, dataset, column)
-    cached = partial(scan_once, beside or files[0], files, (column, selection))
-    return ColumnDocuments(name, dataset, column, cached)
+    cache = (beside or files[0], files, (column, selection)) if files else None
+    return ColumnDocuments(name, dataset, column, cache)
 
 
 def choose_split(split: str | None, splits: Sequence[str], name: str) -> str:

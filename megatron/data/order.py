@@ -115,10 +115,8 @@ class Blend:
             nearest = (round(Fraction(share * LONGEST_PERIOD, total)) for share in shares)
             rounded = _whole_numbers([Fraction(max(1, share)) for share in nearest])
             fine, coarse = (" : ".join(map(str, each)) for each in (shares, rounded))
-            warnings.warn(
-                f"--data-path: weights {fine} are too fine for an exact order; {coarse} is used",
-                stacklevel=2,
-            )
+            text = f"--data-path: weights {fine} are too fine for an exact order; {coarse} is used"
+            warnings.warn(text, stacklevel=2)
             shares = rounded
         self._shares = np.array(shares, np.int64)
         self.period = period = sum(shares)

@@ -62,13 +62,8 @@ class Corpus(Generic[Data]):
     def identity(self) -> dict[str, Any]:
         """Facts that a resumed run must find again, for JSON; paths of files do not count."""
         total = sum(source.weight for source in self.sources)
-        return {
-            "vocab_size": self.vocab_size,
-            "tokenizer": self.fingerprint,
-            "data": [
-                f"{source.weight / total} of {source.data.content}" for source in self.sources
-            ],
-        }
+        data = [f"{source.weight / total} of {source.data.content}" for source in self.sources]
+        return {"vocab_size": self.vocab_size, "tokenizer": self.fingerprint, "data": data}
 
 
 def open_corpus(
@@ -121,11 +116,8 @@ def open_corpus(
             unshuffled.append(data.prefix)
     size, fingerprint = _agreed_tokenizer(tokenizers, vocab_size)
     for data in undescribed_data:
-        warnings.warn(
-            f"{data.prefix}.json is not there: its tokenizer and order are not known, only ids "
-            "are checked",
-            stacklevel=2,
-        )
+        text = f"{data.prefix}.json is not there: only ids are checked, not tokenizer and order"
+        warnings.warn(text, stacklevel=2)
         step = max(SAMPLED_CHUNK, data.num_tokens // SAMPLED_CHUNKS)
         for start in range(0, data.num_tokens, step):
             ids = data.read(start, min(start + SAMPLED_CHUNK, data.num_tokens))
@@ -223,9 +215,7 @@ def find_tokenizer(corpus: Corpus[IndexedDataset]) -> Tokenizer | None:
             continue
         tokenizer = read_tokenizer(description.tokenizer_type, folder)
         if tokenizer.fingerprint != description.tokenizer_fingerprint:
-            raise ValueError(
-                f"{folder} holds another tokenizer than the data set was made with; the right "
-                f"{file_flags(tokenizer.kind)}, or no such folder, would work"
-            )
+            cure = f"the right {file_flags(tokenizer.kind)}, or no such folder, would work"
+            raise ValueError(f"{folder} holds another tokenizer than that of the data set; {cure}")
         return tokenizer
     return None

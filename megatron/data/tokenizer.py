@@ -248,8 +248,8 @@ class HuggingFaceTokenizer(Tokenizer):
             vocab_file = _find_in_folder(Path(vocab_file), name)
         content = _read(VOCABULARY, vocab_file)
         folder = Path(str(vocab_file)).parent
-        others = {each: folder / each for each in self.beside if (folder / each).is_file()}
-        self.files = {name: content} | {each: file.read_bytes() for each, file in others.items()}
+        beside = [each for each in self.beside if (folder / each).is_file()]
+        self.files = {name: content} | {each: (folder / each).read_bytes() for each in beside}
         description = _parse_object(content, vocab_file, "a tokenizer.json, a JSON object")
         model = description.get("model")
         if isinstance(model, dict) and model.get("dropout"):
@@ -259,12 +259,8 @@ class HuggingFaceTokenizer(Tokenizer):
         vocabulary: dict[str, int] = library.get_vocab()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         added = {token.content: token for token in library.get_added_tokens_decoder().values()}
-        configs = {
-            each: _parse_object(
-                self.files[each], vocab_file, f"one whose {each} beside it is a JSON object"
-            )
-            for each in others
-        }
+        allowed = "one whose {} beside it is a JSON object"
+        configs = {x: _parse_object(self.files[x], vocab_file, allowed, x) for x in beside}
 
         def find_mark(key: str, usual: Sequence[str] = ()) -> str | None:
             """The token that the files beside call `key`, else a usual one, if there is any."""
@@ -277,11 +273,8 @@ class HuggingFaceTokenizer(Tokenizer):
                     raise UsageError(VOCABULARY, vocab_file, allowed)
                 if mark is not None:
                     return str(mark)
-            for tokens in (added, vocabulary):
-                for mark in usual:
-                    if mark in tokens:
-                        return mark
-            return None
+            known = (mark for tokens in (added, vocabulary) for mark in usual if mark in tokens)
+            return next(known, None)
 
         end = find_mark("eos_token", END_MARKS)
         if end is None:

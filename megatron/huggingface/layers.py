@@ -387,10 +387,8 @@ class CutEmbedding(ParallelizedModule, nn.Embedding):
         elif style == Column(gather=style.gather):
             parameters.shard(self, "weight", shards=((1, tensor),))
         else:
-            raise PlanError(
-                f"{self.full_name} is an embedding, for which Column supports only gather: "
-                f"{style} is for a matmul"
-            )
+            text = f"{self.full_name} is an embedding, for which Column supports only gather"
+            raise PlanError(f"{text}: {style} is for a matmul")
 
     def forward(self, ids: Tensor) -> Tensor:
         weight, view = self.shard_of("weight"), self.gradient_views.get("weight")

@@ -10,7 +10,7 @@ them in fp64 (`KeepFP64`), so that equal results can be recognised as equal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from textwrap import shorten
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from megatron.data.bert import BertBatch
 from megatron.errors import UsageError
+from megatron.huggingface import weights
 from megatron.huggingface.config import HuggingFaceConfig, has_window
 from megatron.huggingface.layers import ColumnLinear
 from megatron.huggingface.plan import PlanError, plan_at
@@ -32,7 +33,6 @@ from megatron.huggingface.replacements import (
     unmodified,
     use_own_kernels,
 )
-from megatron.huggingface.weights import initial_values, layout_of, load_folder
 from megatron.models.cache import KeyValueCache
 from megatron.models.gpt import dropout_keys
 from megatron.models.registry import NO_END
@@ -43,7 +43,6 @@ from megatron.parallel.dropout import fold, require_keys
 from megatron.parallel.factory import LayerFactory
 from megatron.parallel.mesh import ALONE
 from megatron.parallel.regions import split_with_gradient
-from megatron.parallel.sharding import ShardingSpec
 
 
 @contextmanager
@@ -250,17 +249,13 @@ class HuggingFace(nn.Module):
         x = self.layers(self.embed(batch), batch)
         return self.logits(x) if loss_scales is None else self.loss(x, batch, loss_scales)
 
-    def load_folder(
-        self, name: str, shards: Mapping[str, tuple[ShardingSpec, Tensor]]
-    ) -> list[str]:
-        """Start from the weights of a folder or of a name on the hub; see weights.load_folder."""
-        return load_folder(self, name, shards)
+    load_folder = weights.load_folder
 
     def initial_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor as it is held) from the model's own initialisation, one layer
         at a time, so that no more of it is whole at once. A function of the seed alone."""
-        for name, whole in initial_values(unmodified(self.config, self.auto_class), seed):
-            yield f"model.{name}", layout_of(self.model, name).from_original(whole)
+        for name, whole in weights.initial_values(unmodified(self.config, self.auto_class), seed):
+            yield f"model.{name}", weights.layout_of(self.model, name).from_original(whole)
 
 
 class HuggingFaceMasked(HuggingFace):
@@ -268,9 +263,6 @@ class HuggingFaceMasked(HuggingFace):
 
     terms: ClassVar = ("mlm_loss",)
     auto_class: ClassVar = "AutoModelForMaskedLM"
-
-    def denominators(self, batch: BertBatch) -> list[float]:
-        return [float(np.count_nonzero(batch.loss_mask))]
 
     def embed(self, batch: Any) -> dict[str, Any]:
         found = {"input_ids": batch.tokens, "attention_mask": batch.is_real.to(torch.int64)}

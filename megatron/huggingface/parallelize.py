@@ -460,15 +460,10 @@ def _class_of(name: str, module: nn.Module, style: Any, tensor: Axis) -> type[Pa
     )
     goes_on = known is nn.Embedding and "__class__" in forward.__code__.co_freevars
     if "weight" not in dict(module.named_parameters(recurse=False)):
-        raise PlanError(
-            f"{name} computes its weight (a parametrization, weight_norm, prune ...), which cannot "
-            "be cut: Whole() works"
-        )
+        raise PlanError(f"{name} computes its weight (by weight_norm, prune ...): Whole() works")
     if "forward" in vars(module) or not (is_plain or goes_on):
-        raise PlanError(
-            f"{name} is a {own.__name__}, which computes something else than {known.__name__} and "
-            "cannot be cut: Whole() works"
-        )
+        text = f"{name} is a {own.__name__}, which computes something else than {known.__name__}"
+        raise PlanError(f"{text}: Whole() works")
     return kinds[type(style)]
 
 

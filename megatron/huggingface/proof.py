@@ -311,12 +311,12 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
     failures = [each["failure"] for each in ranks if "failure" in each]
     if failures:
         return Proof(tensor=mesh.tensor.size, failure=failures[0], gradients={}, outputs={})
-    largest: dict[str, Any] = {key: max(each[key] for each in ranks) for key in ("loss", "logits")}
+    numbers = ("loss", "logits", "flops")
+    largest: dict[str, Any] = {key: max(each[key] for each in ranks) for key in numbers}
     for key in ("gradients", "outputs", "dropped"):
         names = dict.fromkeys(name for each in ranks for name in each[key])
         largest[key] = {name: max(each[key].get(name, 0.0) for each in ranks) for name in names}
-    flops = max(each["flops"] for each in ranks)
-    return Proof(tensor=mesh.tensor.size, flops=flops, **largest)
+    return Proof(tensor=mesh.tensor.size, **largest)
 
 
 @torch.no_grad()
@@ -353,25 +353,15 @@ def _batch(model: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:
     tokens, labels = draw.integers(3, VOCABULARY - 1, (2, SAMPLES, LENGTH))
     lengths = np.array([[LENGTH], [LENGTH - 3], [LENGTH - 7]])
     is_real = np.arange(LENGTH) < lengths
-    batch: Any
+    common: Any = {"tokens": tokens, "labels": labels, "is_real": is_real}
+    common["numbers"] = np.arange(SAMPLES)
     if model.auto_class == "AutoModelForMaskedLM":
-        batch = BertBatch(
-            tokens=tokens,
-            token_types=(np.arange(LENGTH) >= lengths // 2).astype(np.int64),
-            is_real=is_real,
-            labels=labels,
-            loss_mask=(is_real & (draw.random(is_real.shape) < 0.5)).astype(np.float32),
-            numbers=np.arange(SAMPLES),
-        )
+        types = (np.arange(LENGTH) >= lengths // 2).astype(np.int64)
+        loss_mask = (is_real & (draw.random(is_real.shape) < 0.5)).astype(np.float32)
+        batch: Any = BertBatch(**common, token_types=types, loss_mask=loss_mask)
     else:
-        batch = GPT2Batch(
-            tokens=tokens,
-            positions=np.broadcast_to(np.arange(LENGTH), tokens.shape).copy(),
-            labels=labels,
-            loss_mask=is_real.astype(np.float32),
-            is_real=is_real,
-            numbers=np.arange(SAMPLES),
-        )
+        positions = np.broadcast_to(np.arange(LENGTH), tokens.shape).copy()
+        batch = GPT2Batch(**common, positions=positions, loss_mask=is_real.astype(np.float32))
     batch = on_device(batch, device)
     return batch, model.embed(batch) | {"attention_mask": batch.is_real.long()}
 
@@ -387,11 +377,8 @@ class _Computed:
             logits = model(**arguments, use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
             loss.backward()
-        self.loss, self.logits, self.flops = (
-            loss.detach(),
-            logits.detach(),
-            counter.get_total_flops(),
-        )
+        self.loss, self.logits = loss.detach(), logits.detach()
+        self.flops = counter.get_total_flops()
         self.gradients = {
             name: torch.zeros_like(each) if each.grad is None else each.grad
             for name, each in model.named_parameters()

@@ -151,10 +151,7 @@ def read_weights(
         if name not in missing:  # a buffer, which no checkpoint keeps
             value = part if is_tensor else part[...]
             if not torch.equal(own.to(value.dtype), value):
-                raise ValueError(
-                    f"{folder}: {name} is no parameter, and another than config.json makes it: it "
-                    "would be lost"
-                )
+                raise ValueError(f"{folder}: {name} is a buffer, and other than config.json says")
             return
         missing.remove(name)
         if not is_tensor and (dtype := part.get_dtype()) not in FLOATS:

@@ -136,10 +136,8 @@ def generate(
         unfinished = []  # indices into `running`
         for index, (row, token) in enumerate(zip(running, ids.tolist(), strict=True)):
             if token == model.vocab_size:  # no token: a logit is NaN
-                raise DivergedError(
-                    f"prompt {numbers[row] + 1}: after {len(new[row])} new tokens the logits are "
-                    "not numbers"
-                )
+                where = f"prompt {numbers[row] + 1}: after {len(new[row])} new tokens"
+                raise DivergedError(f"{where} the logits are not numbers")
             new[row].append(token)
             is_full = len(new[row]) == sampling.max_new_tokens
             if not (token in ends or is_full or is_done(new[row])):

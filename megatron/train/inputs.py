@@ -76,8 +76,7 @@ class Inputs:
     ) -> Inputs:
         """Inputs whose samples come from no corpus. content: names the data set; a run resumes on
         the one whose name it had."""
-        data = SimpleNamespace(num_documents=0, content=content)
-        source = Source(weight=Fraction(1), data=data)
+        source = Source[Any](weight=Fraction(1), data=SimpleNamespace(content=content))
         corpus = Corpus(sources=(source,), vocab_size=vocab_size, eod=None, fingerprint="")
         return cls(corpus=corpus, tokenizer=None, train=train, validation=validation)
 
@@ -170,14 +169,10 @@ def open_bert_data(
     corpus, tokenizer = _open_corpus(data, vocab_size, load, sentences=True)
     if not isinstance(tokenizer, BertTokenizer):
         other = "one of another kind" if tokenizer is not None else "none"
-        raise UsageError(
-            "--vocab-file",
-            data.vocab_file,
-            "the vocab.txt of the WordPiece tokenizer that made {}, whose marks BERT needs; "
-            f"{other} is beside the data",
-            "--data-path",
-            works="vocab.txt",
-        )
+        allowed = "the vocab.txt of the WordPiece tokenizer that made {}, whose marks BERT needs; "
+        allowed += f"{other} is beside the data"
+        works = "vocab.txt"
+        raise UsageError("--vocab-file", data.vocab_file, allowed, "--data-path", works=works)
     splits = open_bert_splits(
         corpus,
         tokenizer,
@@ -210,21 +205,15 @@ def open_image_inputs(config: PretrainViTConfig) -> Inputs:
         value, others = " ".join(model.class_names), ("--data-path", " ".join(names))
         works = ("--class-names", *names)
         raise UsageError("--class-names", value, "those of {}: {}", *others, works=works)
-    source = Source(weight=Fraction(1), data=packed)
-    return Inputs(
-        corpus=Corpus(sources=(source,), vocab_size=given or classes, eod=None, fingerprint=""),
-        tokenizer=None,
-        train=packed.series(
-            "training", seed, shuffle=data.shuffle, crop_padding=data.crop_padding, flip=data.flip
-        ),
-        # Shuffled, so that a part of it has all classes.
-        validation=packed.series("validation", seed),
-        model={
-            "image_mean": model.image_mean or packed.mean,
-            "image_std": model.image_std or packed.std,
-            "class_names": names,
-        },
+    changes = {"shuffle": data.shuffle, "crop_padding": data.crop_padding, "flip": data.flip}
+    train = packed.series("training", seed, **changes)
+    validation = packed.series("validation", seed)  # shuffled, so that a part of it has all classes
+    inputs = Inputs.of_samples(
+        train, given or classes, content=packed.content, validation=validation
     )
+    mean, std = model.image_mean or packed.mean, model.image_std or packed.std
+    given_by_data = {"image_mean": mean, "image_std": std, "class_names": names}
+    return replace(inputs, model=given_by_data)
 
 
 def random_images(config: PretrainViTConfig) -> Samples:

@@ -214,22 +214,19 @@ class Progress(Callback):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.name = name
-        self.bar: tqdm[Any] | None = None
+        self.name, self.bar = name, tqdm(disable=True)
 
     def pre_train(self) -> None:
         state = self.training.state
-        if state.mesh.is_first and sys.stderr.isatty():
-            start, steps = state.step, self.training.steps
-            self.bar = tqdm(initial=start, total=steps, unit="step", desc=self.name)
+        hidden = not (state.mesh.is_first and sys.stderr.isatty())
+        start, steps = state.step, self.training.steps
+        self.bar = tqdm(initial=start, total=steps, unit="step", desc=self.name, disable=hidden)
 
     def post_step(self, result: StepResult) -> None:
-        if self.bar is not None:
-            self.bar.update()
+        self.bar.update()
 
     def close(self, exit_code: int) -> None:
-        if self.bar is not None:
-            self.bar.close()
+        self.bar.close()
 
 
 class MemorySaves(Callback):

@@ -266,6 +266,9 @@ def test_a_missing_preset_names_the_nearest(tmp_path: Path) -> None:
     ):
         error = refusal(partial(pretrain, "--preset", given), kind=UsageError)
         assert error.works == ("--preset", nearest)
+    words = ["--preset", "vit_tiny"]  # those of fine-tuning fit, too
+    error = refusal(lambda: parse(PretrainViTConfig, words, {}), kind=UsageError)
+    assert error.works == ("--preset", "vit_tiny_cifar10")
     words = ["--preset", "quickstrat", "--load", "x"]  # of a program that no preset fits
     error = refusal(lambda: parse(TrainedConfig, words, {}), kind=UsageError)
     assert (error.flag, error.works) == ("--preset", ())
