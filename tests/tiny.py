@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -181,6 +182,11 @@ def wide() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
+def tensors(state: TrainState) -> dict[str, Tensor]:
+    """Copies of what this rank saves."""
+    return {each.key: each.local.clone() for each in state.slices()}
+
+
 def whole_slices(slices: Iterable[TensorSlice]) -> dict[str, Tensor]:
     return {each.key: gather_whole(each.local, each.spec) for each in slices}
 
@@ -234,6 +240,10 @@ def micro_batches(batch: AnyBatch, mesh: Mesh, size: int) -> list[AnyBatch]:
     first = mesh.batch.rank * size
     starts = range(first, batch.num_samples, size * mesh.batch.size)
     return [rows(batch, slice(start, start + size)) for start in starts]
+
+
+# Tensors, lists or dictionaries of them.
+assert_exact = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def assert_relative(actual: Tensor, expected: Tensor, tolerance: float, name: str = "") -> None:

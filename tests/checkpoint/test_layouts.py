@@ -46,6 +46,7 @@ from tests.refusals import refusal
 from tests.tiny import (
     SEED,
     VOCABULARY,
+    assert_exact,
     mesh_of_ranks,
     micro_batches,
     samples,
@@ -121,11 +122,7 @@ def test_every_tensor_is_the_same_at_another_layout(
         paths = {other: tmp_path / other / "step_00000002" for other in others}
         for found in gloo.run(parse_layout(name).ranks, load_at, name, paths, dtype):
             for saved_at, tensors in found.items():
-                wanted = saved[saved_at]
-                assert tensors.keys() == wanted.keys()
-                for key, each in tensors.items():
-                    assert each.dtype == wanted[key].dtype
-                    assert torch.equal(each, wanted[key]), (saved_at, name, key)
+                assert_exact(tensors, saved[saved_at])
 
 
 def resumed(name: str, path: Path | None, save_to: Path | None) -> tuple[Tensors, list[float]]:
@@ -150,12 +147,10 @@ def test_a_run_goes_on_as_if_undisturbed(gloo: Pool, tmp_path: Path, name: str, 
     straight, losses = gloo.run(ranks, resumed, name, None, tmp_path)[0]
     again, losses_again = gloo.run(ranks, resumed, name, path, None)[0]
     assert losses_again == losses[2:]
-    for key, tensor in straight.items():
-        assert torch.equal(tensor, again[key]), key
+    assert_exact(again, straight)
     elsewhere, losses_again = gloo.run(parse_layout(other).ranks, resumed, other, path, None)[0]
     assert losses_again == pytest.approx(losses[2:], rel=1e-10)
-    for key, tensor in straight.items():
-        torch.testing.assert_close(elsewhere[key], tensor, rtol=0, atol=1e-10)
+    torch.testing.assert_close(elsewhere, straight, rtol=0, atol=1e-10)
 
 
 def read_back(model: nn.Module, expected: Tensors) -> Tensors:
@@ -367,8 +362,7 @@ def test_an_own_training_goes_on(
     found += gloo.run(2, own_training, 1, make, rest, tmp_path, None)
     found += gloo.run(2, own_training, 2, make, rest, tmp_path, None, True)
     for each in found:
-        for name, weight in expected.items():
-            torch.testing.assert_close(each[name], weight, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(each, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_what_a_checkpoint_cannot_hold_is_refused(tmp_path: Path) -> None:
@@ -394,5 +388,4 @@ def test_what_a_checkpoint_cannot_hold_is_refused(tmp_path: Path) -> None:
             load_checkpoint(found, wrong)
     load_checkpoint(found, slices[1:], partial=True)
     load_checkpoint(found, model_slices(model, "mean"))
-    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_exact([*model.parameters()], [*other.parameters()])

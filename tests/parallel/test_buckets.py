@@ -37,6 +37,7 @@ from tests.refusals import refusal
 from tests.tiny import (
     SEED,
     Watch,
+    assert_exact,
     assert_gradients,
     assert_relative,
     leave_to_autograd,
@@ -74,8 +75,7 @@ def test_narrow_buckets_round_a_sum_once() -> None:
         }
         found.append({view.name: view.gradient.bfloat16() for view in buckets.views})
     wide, narrow = found
-    for name, gradient in narrow.items():
-        assert torch.equal(gradient, wide[name]), name
+    assert_exact(narrow, wide)
 
 
 @on_ranks(2)
@@ -229,8 +229,7 @@ def test_a_step_that_is_given_up() -> None:
             model(x * (5 if gives_up else 1)).square().sum().backward()
             _ = 1 / (not gives_up)
         found.append([view.gradient.clone() for view in buckets.views])
-    first, _, last = found
-    assert all(torch.equal(*each) for each in zip(first, last, strict=True))
+    assert_exact(found[0], found[2])
 
 
 def test_a_second_backward_in_the_last_accumulate_is_an_error() -> None:
@@ -297,8 +296,7 @@ def test_a_backward_that_no_rank_would_reduce_is_an_error() -> None:
     for _ in range(2):  # the second step forgets the first
         run(buckets, model, x)
         gradients.append([each.grad.clone() for each in model.parameters()])
-    for first, second in zip(*gradients, strict=True):
-        assert torch.equal(first, second)
+    assert_exact(*gradients)
 
 
 def clipped() -> tuple[float, list[Tensor]]:
@@ -315,8 +313,7 @@ def clipped() -> tuple[float, list[Tensor]]:
             refusal(lambda: clip_grad_norm(buckets, 0.5), kind=ValueError)
     before = [view.parameter.grad.clone() for view in buckets.views]
     clip_grad_norm(buckets, 1e6)  # far above the norm
-    for view, each in zip(buckets.views, before, strict=True):
-        assert torch.equal(view.parameter.grad, each)
+    assert_exact([view.parameter.grad for view in buckets.views], before)
     norm = clip_grad_norm(buckets, 0.5)
     return float(norm), [gather_whole(v.parameter.grad, v.spec) for v in buckets.views]
 
@@ -342,8 +339,7 @@ def test_a_forward_that_would_add_to_another_step_is_an_error() -> None:
         summed_loss(model, samples(1, first=5), CPU)
     with buckets.accumulate(is_last=True):
         summed_loss(model, batch, CPU)[0].backward()
-    for view, gradient in zip(buckets.views, expected, strict=True):
-        assert torch.equal(view.gradient, gradient)
+    assert_exact([view.gradient for view in buckets.views], expected)
     summed_loss(model, batch, CPU)
     assert isinstance(refusal(buckets.accumulate(is_last=True).__enter__, lines=9), RuntimeError)
 

@@ -24,7 +24,7 @@ from megatron.parallel.regions import gather_stream
 from tests import plain, threads
 from tests.dist import Pool
 from tests.refusals import refusal
-from tests.tiny import mesh_of_ranks, scatter_weights
+from tests.tiny import assert_exact, mesh_of_ranks, scatter_weights
 
 assert_close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 HIDDEN, OUT, VOCABULARY, HEADS, HEAD_SIZE = 36, 72, 13, 12, 2
@@ -319,8 +319,7 @@ def test_a_layer_is_built_with_the_same_values_at_every_layout(gloo: Pool) -> No
     for name, value in expected.items():
         assert value.dim() < 2 or "bias" in name or value.std() > 0, name
     for found in gloo.run(2, built_at_once, 2):
-        for name, value in expected.items():
-            assert torch.equal(found[name], value), name
+        assert_exact(found, expected)
 
 
 def test_a_layer_on_meta_has_no_weights_until_they_are_made() -> None:

@@ -30,12 +30,14 @@ from tests.llama import llama_config
 from tests.parallel.test_parallelize import Layers
 from tests.refusals import refusal
 from tests.tiny import (
+    assert_exact,
     live_memories,
     mesh_of_ranks,
     micro_batches,
     samples,
     save_state,
     summed_loss,
+    tensors,
     tiny_config,
     tiny_state,
 )
@@ -90,10 +92,6 @@ def steps(state: TrainState, numbers: Sequence[int], model: str = "gpt2") -> lis
     return norms
 
 
-def tensors(state: TrainState) -> dict[str, Tensor]:
-    return {each.key: each.local.clone() for each in state.slices()}
-
-
 CASES: dict[str, list[dict[str, Any]]] = {
     "data=2": [
         {"precision": "pure"},
@@ -145,8 +143,7 @@ def test_checkpoints_resume_with_and_without(precision: str, tmp_path: Path) -> 
         again = state_of(mesh, offloads, precision=precision)
         again.load(found)
         steps(again, [2])
-        own = tensors(first)
-        assert all(torch.equal(each, own[key]) for key, each in tensors(again).items())
+        assert_exact(tensors(again), tensors(first))
 
 
 def device_bytes() -> int:
@@ -237,7 +234,7 @@ def test_a_model_of_ones_own(stage: int) -> None:
         assert not any(nothing)
         for order in orders:
             found, held = own_steps(stage, order, left_out)
-            assert all(torch.equal(*pair) for pair in zip(wanted, found, strict=True)), order
+            assert_exact(found, wanted)
             of_units[3 - left_out, order] = held
     one = of_units[2, "after"][0] // 2
     assert one

@@ -247,9 +247,7 @@ def assert_equal(
     pairs = [(joined([each.after for each in ranks]), expected.after)]
     pairs += [(joined([each.gradients for each in ranks]), expected.gradients)] * of_first
     for own, wanted in pairs:
-        assert own.keys() == wanted.keys()
-        for name, value in wanted.items():
-            close(own[name], value, msg=lambda text, name=name: f"{name}: {text}")
+        close(own, wanted)
 
 
 LAYOUTS = [

@@ -14,7 +14,15 @@ from megatron.train.diagnose import NonFiniteError, non_finite
 from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward, train_step
 from tests.dist import on_ranks
-from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_config, tiny_state
+from tests.tiny import (
+    assert_exact,
+    mesh_of_ranks,
+    micro_batches,
+    samples,
+    tensors,
+    tiny_config,
+    tiny_state,
+)
 
 UP = "transformer.layers.1.mlp.up"
 GLOBAL_BATCH = 4
@@ -105,15 +113,14 @@ def diagnosis(
     step(state)
     if (mesh.replicas.rank, mesh.tensor.rank) == bad:
         FAULTS[fault][0](state, state.model.get_submodule(UP))
-    before = {each.key: each.local.clone() for each in state.slices()}
+    before = tensors(state)
     hooks = count_hooks(state.model)
     state.scaler = LossScaler()
     with pytest.raises(NonFiniteError) as raised:
         step(state)
     assert count_hooks(state.model) == hooks, "a hook is left behind"
     assert (state.step, state.samples) == (1, GLOBAL_BATCH)
-    for each in state.slices():
-        torch.testing.assert_close(each.local, before[each.key], rtol=0, atol=0, equal_nan=True)
+    assert_exact(tensors(state), before, equal_nan=True)
     error = raised.value
     return error.what, error.found.what, error.found.coordinates, str(error)
 

@@ -26,17 +26,15 @@ from tests.refusals import refusal
 from tests.tiny import (
     VOCABULARY,
     Communication,
+    assert_exact,
     mesh_of_ranks,
     micro_batches,
     samples,
+    tensors,
     tiny_config,
     tiny_state,
 )
 from tools.layouts.meters import host_reads
-
-
-def tensors(state: TrainState) -> dict[str, Tensor]:
-    return {piece.key: piece.local.clone() for piece in state.slices()}
 
 
 def step(state: TrainState, number: int) -> StepResult:
@@ -118,7 +116,7 @@ def skip_an_overflow(state: TrainState, fault: str, is_bad: bool) -> None:
     result = step(state, 1)
     assert result.skipped
     assert isfinite(result.grad_norm) == (fault == "loss")
-    assert all(torch.equal(before[key], each) for key, each in tensors(state).items())
+    assert_exact(tensors(state), before)
     assert state.scaler.scale == scale / 2
     if hook is not None:
         hook.remove()
@@ -138,8 +136,7 @@ def test_skipped_step_leaves_no_trace() -> None:
     for state in (skipping, straight):
         step(state, 2)
     assert skipping.updates == straight.updates == 2
-    for key, each in tensors(straight).items():
-        assert torch.equal(each, tensors(skipping)[key]), key
+    assert_exact(tensors(skipping), tensors(straight))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +160,7 @@ def test_the_run_stops_when_no_more_steps_may_be_skipped(scaler: LossScaler, ste
     assert raised.value.what == "gradient"
     assert str(raised.value).startswith(f"step {steps}: ")
     assert (state.step, state.skipped) == (steps - 1, steps - 1), "as before the last step"
-    assert all(torch.equal(before[key], each) for key, each in tensors(state).items())
+    assert_exact(tensors(state), before)
 
 
 @on_ranks(4)
@@ -209,8 +206,7 @@ def test_the_loss_scale_changes_nothing() -> None:
     scaled.scaler = scaling(2.0**12)
     for number in range(3):
         assert step(plain, number) == step(scaled, number)
-    for key, each in tensors(plain).items():
-        assert torch.equal(each, tensors(scaled)[key]), key
+    assert_exact(tensors(scaled), tensors(plain))
 
 
 def test_a_batch_without_a_counted_token_is_an_error() -> None:

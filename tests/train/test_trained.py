@@ -29,7 +29,16 @@ from tests.data.samples import write_tokenizer
 from tests.dist import Pool
 from tests.programs import SHAPE, finished
 from tests.refusals import field_of, refusal
-from tests.tiny import VOCABULARY, mesh_of_ranks, samples, save_state, tiny_config, tiny_state
+from tests.tiny import (
+    VOCABULARY,
+    assert_exact,
+    mesh_of_ranks,
+    samples,
+    save_state,
+    tensors,
+    tiny_config,
+    tiny_state,
+)
 
 
 def write_checkpoint(directory: Path, tokenizer: Tokenizer, *, attached: bool = True) -> Path:
@@ -186,9 +195,7 @@ def test_pure_bf16_is_resumed_without_being_asked_for(tmp_path: Path) -> None:
     save_state(pure.state, tmp_path, **facts)
     folder = tmp_path / "step_00000001"
     resumed, tuned = start((folder,)), start((folder,), finetune=True)
-    saved = {each.key: each.local for each in pure.state.slices()}
-    for each in resumed.state.slices():
-        assert torch.equal(each.local, saved[each.key]), each.key
+    assert_exact(tensors(resumed.state), tensors(pure.state))
     assert resumed.facts["config"]["precision"]["pure_bf16"]
     assert not tuned.facts["config"]["precision"]["pure_bf16"]
     kept = list(resumed.state.optimizer.tensors())

@@ -28,6 +28,7 @@ from megatron.train.evaluate import load_model, whole_logits
 from tests import plain
 from tests.data.samples import write_tokenizer
 from tests.refusals import field_of, leaving_nothing, refusal
+from tests.tiny import assert_exact
 from tools.convert.legacy.megatron_2019 import POINTER
 from tools.import_megatron import main
 
@@ -159,11 +160,14 @@ def run(source: Path, to: Path, flags: str = "") -> Path:
     return to / "step_00000000"
 
 
+def assert_stored(step: Path, weights: Rank) -> None:
+    stored = {f"model.{name}": whole for name, whole in weights.items()}
+    assert_exact(load_file(step / "shard_00000.safetensors"), stored)
+
+
 def assert_same_model(step: Path) -> None:
-    stored, expected = load_file(step / "shard_00000.safetensors"), our_weights()
-    assert stored.keys() == {f"model.{name}" for name in expected}
-    for name, whole in expected.items():
-        assert torch.equal(stored[f"model.{name}"], whole), name
+    expected = our_weights()
+    assert_stored(step, expected)
     positions = torch.arange(POSITIONS).expand_as(TOKENS)
     batch = SimpleNamespace(tokens=TOKENS, positions=positions, document_starts=None)
     logits = plain.GPT2(expected, HEADS)(batch).detach()
@@ -219,10 +223,7 @@ def test_fp16_and_manifest(tmp_path: Path) -> None:
     args = old_args(2, bias_gelu_fusion=False, openai_gelu=False)
     parts = old_weights(2, torch.float16)
     step = run(write_old(tmp_path / "old", parts, args=args), tmp_path / "new")
-    stored = load_file(step / "shard_00000.safetensors")
-    assert {tensor.dtype for tensor in stored.values()} == {torch.float16}
-    for name, whole in our_weights(torch.float16).items():
-        assert torch.equal(stored[f"model.{name}"], whole), name
+    assert_stored(step, our_weights(torch.float16))
     manifest = read_manifest(step)
     assert manifest["precision"] == "fp16"
     assert manifest["config"]["model"]["activation"] == "gelu"  # else that of tanh, as above
