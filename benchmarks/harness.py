@@ -172,7 +172,7 @@ class Question:
     return the sentence at the top of the page, and the reason for exit status 1, or "". together:
     the processes of a group exist at the same time and alternate; else one contender runs at a
     time. drawn: titles of columns. small: words that stand before those given, with --small; None:
-    there is no miniature. small_flags: the same of program_flags.
+    there is no miniature.
     """
 
     contenders: Callable[..., Iterable[Contender]]
@@ -188,7 +188,6 @@ class Question:
     picture: Literal["bars", "lines", ""] = "bars"
     drawn: Sequence[Any] = ()
     small: str | None = None
-    small_flags: str = ""
 
     @property
     def text(self) -> tuple[str, str]:
@@ -204,13 +203,9 @@ class Question:
 
         @wraps(self.contenders)
         def call(**arguments: Any) -> list[Contender]:
-            if arguments["flags"].small:
-                if self.small is None:
-                    allowed, works = "left out: there is no miniature", ("--no-small",)
-                    raise UsageError("--small", None, allowed, works=works)
-                if self.small_flags:
-                    both = f"{self.small_flags} {arguments['program_flags']}".strip()
-                    arguments["program_flags"] = both
+            if arguments["flags"].small and self.small is None:
+                allowed, works = "left out: there is no miniature", ("--no-small",)
+                raise UsageError("--small", None, allowed, works=works)
             given.update(arguments)
             is_cuda = arguments["flags"].device == "cuda"
             if is_cuda and not import_module("torch").cuda.is_available():

@@ -41,8 +41,8 @@ from benchmarks.report import Results
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.errors import UsageError
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.partition import head_weight, partition
-from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan, check, schedule
+from megatron.parallel.schedules import check, schedule
+from megatron.train.pipelining import plan_of_run
 from megatron.train.step import count, forward_backward, train_step
 from tools.layouts.job import open_samples
 from tools.layouts.work import Meter
@@ -53,7 +53,7 @@ KINDS: tuple[Any, ...] = ("1f1b", "interleaved", "zb-h1", "gpipe")
 VIRTUAL = {"interleaved": 2}  # virtual stages per rank; 1 for other schedules
 WORDS = """--preset gpt2_124m --num-layers 7 --seq-length 512 --vocab-size 10240
 --micro-batch-size 1 --untie-embeddings-and-output-weights --attention-dropout 0
---hidden-dropout 0"""
+--hidden-dropout 0 --no-compile"""
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-3}  # of the losses
 RATIO, MEMORY = "time / the first's", "peak memory / the first's"
 MEASURED, PROMISED = "time per micro-batch / the first's", "by the schedule"
@@ -61,60 +61,52 @@ ALL, UPDATE = "forward and backward", "with the update"
 SCOPES: tuple[Any, ...] = (ALL, UPDATE)
 
 
-def plan_of(config: PretrainGPT2Config, ranks: int, kind: str) -> PipelinePlan:
-    """A partition of the layers that balances the head, also over virtual stages, where Megatron's
-    flag makes them uniform."""
+def piped(kind: str, ranks: int) -> str:
+    """Flags of the pipeline."""
     if ranks == 1:
-        return WHOLE_MODEL
-    h, s = config.model.hidden_size, config.data.seq_length
-    head = head_weight(h, s, open_samples(config)[1])
-    virtual = VIRTUAL.get(kind, 1)
-    layers = partition(config.model.num_layers, ranks * virtual, head=head)
-    return PipelinePlan(ranks, virtual, kind, layers)
+        return ""
+    words = f"--pipeline-model-parallel-size {ranks} --pipeline-schedule {kind}"
+    if kind in VIRTUAL:
+        words += f" --num-virtual-stages-per-pipeline-rank {VIRTUAL[kind]}"
+    return words
 
 
-class Job:
-    """Settings, plan and batches of a contender's process."""
-
-    def __init__(self, rank: Rank, flags: Sequence[str], kind: str, micro_batches: int) -> None:
-        self.config = steps.read(flags)
-        self.vocab_size = open_samples(self.config)[1]
-        self.plan = plan_of(self.config, rank.size, kind)
-        self.batches = [steps.batch_of(self.config, number) for number in range(micro_batches)]
-        self.tokens = sum(batch.num_tokens for batch in self.batches)
+def batches_of(config: PretrainGPT2Config, micro_batches: int) -> list[Any]:
+    return [steps.batch_of(config, number) for number in range(micro_batches)]
 
 
-def ours(rank: Rank, flags: Sequence[str], kind: str, micro_batches: int, updates: bool) -> Turn:
-    job = Job(rank, flags, kind, micro_batches)
-    mesh = rank.mesh({"pipeline": rank.size})
-    state = steps.build(job.config, mesh, pipeline=job.plan)
+def ours(rank: Rank, flags: Sequence[str], micro_batches: int, updates: bool) -> Turn:
+    run = steps.ours(rank, flags)
+    state, batches = run.state, batches_of(run.config, micro_batches)
 
     def turn() -> Figures:
         if updates:
-            loss = train_step(state, job.batches, steps.LEARNING_RATE).loss
-        else:
-            counts = count(state, job.batches)
-            totals = forward_backward(state, job.batches, counts)
-            loss = (all_reduce(totals, mesh.loss_sums) / counts[1:]).item()
-        return {"loss": loss, "tokens": job.tokens}
+            done = train_step(state, batches, steps.LEARNING_RATE)
+            return {"loss": done.loss, "tokens": done.tokens}
+        counts = count(state, batches)
+        totals = forward_backward(state, batches, counts)
+        loss = (all_reduce(totals, state.mesh.loss_sums) / counts[1:]).item()
+        return {"loss": loss, "tokens": counts[0]}
 
     return turn
 
 
-def torchs(rank: Rank, flags: Sequence[str], kind: str, micro_batches: int, updates: bool) -> Turn:
+def torchs(rank: Rank, flags: Sequence[str], micro_batches: int, updates: bool) -> Turn:
     """The peer in plain torch; a single process runs the micro-batches one after another."""
-    job = Job(rank, flags, kind, micro_batches)
-    device, model = rank.device, job.config.model
-    own = range(rank.rank, job.plan.stages, rank.size)
-    layers = job.plan.layers or (range(model.num_layers),)
-    modules = [PlainGPT2(model, job.vocab_size, layers[stage]) for stage in own]
-    weights = peers.in_parts(peers.initial_weights(model, job.vocab_size), 1)
+    config = steps.read(flags, rank.size)
+    device, model, vocab_size = rank.device, config.model, open_samples(config)[1]
+    plan = plan_of_run(config, vocab_size, rank.size)
+    own = range(rank.rank, plan.stages, rank.size)
+    layers = plan.layers or (range(model.num_layers),)
+    modules = [PlainGPT2(model, vocab_size, layers[stage]) for stage in own]
+    weights = peers.in_parts(peers.initial_weights(model, vocab_size), 1)
     for module in modules:
         module.load_state_dict({name: weights[name] for name in module.state_dict()})
-        module.to(device, steps.dtype_of(job.config))
+        module.to(device, steps.dtype_of(config))
     del weights
+    batches = batches_of(config, micro_batches)
     tokens, labels = (
-        torch.cat([torch.from_numpy(getattr(each, name)) for each in job.batches]).to(device)
+        torch.cat([torch.from_numpy(getattr(each, name)) for each in batches]).to(device)
         for name in ("tokens", "labels")
     )
 
@@ -123,16 +115,16 @@ def torchs(rank: Rank, flags: Sequence[str], kind: str, micro_batches: int, upda
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) / micro_batches
 
     training = peers.MasterTraining(
-        rank, job.config, nn.ModuleList(modules), loss_of, is_cut=lambda parameter: True
+        rank, config, nn.ModuleList(modules), loss_of, is_cut=lambda parameter: True
     )
     run = alone(modules[0], loss_of, micro_batches)
     if rank.size > 1:
         rank.connect()
         stages = [
-            PipelineStage(module, stage, job.plan.stages, device)
+            PipelineStage(module, stage, plan.stages, device)
             for module, stage in zip(modules, own, strict=True)
         ]
-        run = piped(stages, loss_of, micro_batches)
+        run = scheduled(stages, loss_of, micro_batches)
 
     def turn() -> Figures:
         training.model.zero_grad(set_to_none=True)
@@ -141,7 +133,7 @@ def torchs(rank: Rank, flags: Sequence[str], kind: str, micro_batches: int, upda
             dist.all_reduce(loss)
         if updates:
             training.update()
-        return {"loss": loss.item(), "tokens": job.tokens}
+        return {"loss": loss.item(), "tokens": tokens.numel()}
 
     return turn
 
@@ -161,7 +153,7 @@ def alone(module: nn.Module, loss_of: Run, micro_batches: int) -> Run:
     return run
 
 
-def piped(stages: list[PipelineStage], loss_of: Run, micro_batches: int) -> Run:
+def scheduled(stages: list[PipelineStage], loss_of: Run, micro_batches: int) -> Run:
     options: Any = {"loss_fn": loss_of, "scale_grads": False}
     schedule: Schedule1F1B | ScheduleInterleaved1F1B
     if len(stages) == 1:
@@ -184,29 +176,26 @@ def watch(meter: Meter, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def counted(rank: Rank, flags: Sequence[str], kind: str, micro_batches: int) -> Turn:
-    """Forward and backward by this project. The first turn counts the figures of each rank."""
-    job = Job(rank, flags, kind, micro_batches)
-    mesh = rank.mesh({"pipeline": rank.size})
-    state = steps.build(job.config, mesh, pipeline=job.plan)
-    found: Figures = {"tokens": job.tokens}
+def counted(rank: Rank, flags: Sequence[str], micro_batches: int) -> Turn:
+    """Forward and backward by this project, with what each rank keeps for the backward."""
+    run = steps.ours(rank, flags)
+    state, batches = run.state, batches_of(run.config, micro_batches)
 
     def step(number: int) -> None:
-        batches = job.batches[:number]
-        forward_backward(state, batches, count(state, batches))
+        forward_backward(state, batches[:number], count(state, batches[:number]))
+
+    peaks = []
+    for number in (1, micro_batches):
+        kept = Meter(state.mesh, [*state.model.parameters()])
+        with saved_tensors_hooks(partial(watch, kept), lambda tensor: tensor):
+            step(number)
+        peaks.append(kept.peak)
+    found: Figures = {"tokens": sum(batch.num_tokens for batch in batches)}
+    for other, (one, all_) in enumerate(state.mesh.control.gather(peaks)):
+        found[f"kept_{other}"] = all_ / (one / state.pipeline.virtual)
 
     def turn() -> Figures:
-        if len(found) > 1:
-            step(micro_batches)
-            return found
-        peaks = []
-        for number in (1, micro_batches):
-            kept = Meter(mesh, [*state.model.parameters()])
-            with saved_tensors_hooks(partial(watch, kept), lambda tensor: tensor):
-                step(number)
-            peaks.append(kept.peak)
-        for other, (one, all_) in enumerate(mesh.control.gather(peaks)):
-            found[f"kept_{other}"] = all_ / (one / job.plan.virtual)
+        step(micro_batches)
         return found
 
     return turn
@@ -244,14 +233,16 @@ def contenders(
             "numbers of which the first is the largest",
             works=("--bubble-micro-batches", *map(str, ordered)),
         )
-    words = {
-        dtype: shlex.split(f"{WORDS} {steps.DTYPE_FLAGS[dtype]} {program_flags}")
-        for dtype in dtypes
-    }
+    small = f"{steps.SMALL} --num-layers 4" if flags.small else ""
+
+    def words(dtype: str, kind: str, ranks: int) -> list[str]:
+        own = f"{steps.DTYPE_FLAGS[dtype]} {piped(kind, ranks)}"
+        return shlex.split(f"{WORDS} {own} {small} {program_flags}")
+
     for dtype, kind, scope in product(dtypes, schedules, scopes):
         if scope == UPDATE and kind != schedules[0]:
             continue
-        own = {"kind": kind, "micro_batches": micro_batches, "updates": scope == UPDATE}
+        own = {"micro_batches": micro_batches, "updates": scope == UPDATE}
         runs = {OURS: (ours, pipeline), TORCH: (torchs, pipeline)}
         if kind == schedules[0] and scope == ALL:
             runs |= {ALONE: (ours, 1), PLAIN: (torchs, 1)}
@@ -259,7 +250,7 @@ def contenders(
             yield Contender(
                 name,
                 run,
-                {"flags": words[dtype], **own},
+                {"flags": words(dtype, kind, ranks), **own},
                 group=f"{dtype}, {kind}, m = {micro_batches}, {scope}",
                 ranks=ranks,
                 same={"loss": TOLERANCES[dtype]},
@@ -272,7 +263,7 @@ def contenders(
         yield Contender(
             f"m = {m}",
             counted,
-            {"flags": words[dtypes[0]], "kind": kind, "micro_batches": m},
+            {"flags": words(dtypes[0], kind, pipeline), "micro_batches": m},
             group=f"bubble, {kind}" + f", v = {virtual}" * (virtual > 1),
             ranks=pipeline,
             facts={"idle_share": facts.idle_share, "elapsed": 1 + facts.idle_share, **in_flight},
@@ -338,7 +329,6 @@ QUESTION = Question(
     picture="lines",
     drawn=[f"{MEASURED} | {PROMISED}"],
     small="--micro-batches 4 --dtypes fp32 --bubble-schedules 1f1b gpipe --bubble-micro-batches 5",
-    small_flags=f"{steps.SMALL} --num-layers 4",
 )
 
 if __name__ == "__main__":

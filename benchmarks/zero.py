@@ -134,7 +134,8 @@ def contenders(
         program_flags: flags of pretrain_gpt2.py: --program-flags="--num-layers 2".
     """
     for dtype, stage in product(dtypes, stages):
-        words = f"{WORDS} {steps.DTYPE_FLAGS[dtype]} {program_flags} --zero-stage "
+        small = steps.SMALL if flags.small else ""
+        words = f"{WORDS} {steps.DTYPE_FLAGS[dtype]} {small} {program_flags} --zero-stage "
         for name, run in ({OURS: steps.ours} | PEERS[stage]).items():
             yield Contender(
                 name,
@@ -168,7 +169,6 @@ QUESTION = Question(
     warm_up=2,
     drawn=[SPEED],
     small="--dtypes fp32",
-    small_flags=steps.SMALL,
 )
 
 if __name__ == "__main__":

@@ -250,7 +250,7 @@ def test_records_of_other_processors_stay(tmp_path: Path) -> None:
 
 
 def test_a_miniature_stands_before_the_words_given(capsys: pytest.CaptureFixture[str]) -> None:
-    def contenders(flags: Flags, size: int = 9, program_flags: str = "") -> list[Contender]:
+    def contenders(flags: Flags, size: int = 9) -> list[Contender]:
         """Compare nothing."""
         return []
 
@@ -260,11 +260,9 @@ def test_a_miniature_stands_before_the_words_given(capsys: pytest.CaptureFixture
             asked.run()
         return ask.call_args.args[2]
 
-    small = {"small": "--size 1", "small_flags": "--depth 1"}
-    assert given("--small", **small) == {"size": 1, "program_flags": "--depth 1"}
-    both = {"size": 2, "program_flags": "--depth 1 --depth 3"}
-    assert given("--program-flags=--depth 3", "--small", "--size", "2", **small) == both
-    assert given(**small) == {"size": 9, "program_flags": ""}
+    assert given("--small", small="--size 1") == {"size": 1}
+    assert given("--small", "--size", "2", small="--size 1") == {"size": 2}
+    assert given(small="--size 1") == {"size": 9}
     with pytest.raises(SystemExit):
         given("--small")
     assert "--small: must be left out" in capsys.readouterr().err
