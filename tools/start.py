@@ -1,5 +1,5 @@
-"""What a program of this folder imports that is run as a file: refuses an older Python, and finds
-the repository."""
+"""A program of this folder that is run as a file imports this, which refuses an older Python and
+finds the repository."""
 
 import sys
 from pathlib import Path
