@@ -5,48 +5,45 @@ from __future__ import annotations
 import random
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from math import inf
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
-from megatron.errors import UsageError
+from megatron.config.checks import non_negative, positive
+from megatron.config.parse import parse_table
+from megatron.errors import UsageError, field_of, flag, setting
 
-During = Literal["any", "start", "train", "evaluation", "save"]
-KINDS = (
+Kind = Literal[
     "kill", "terminate", "stop", "slow", "drop", "memory", "full_disk", "truncate", "flip_file",
     "flip_weight",
-)  # fmt: skip
+]  # fmt: skip
 TARGETS = {"kill": ("all", "launcher"), "terminate": ("all", "launcher"), "stop": ("all",)}
 """Targets, other than one rank, that these kinds hit."""
 TIMED = ("stop", "slow")
 """Kinds that last for some seconds."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultConfig:
     """A [[fault]] table."""
 
-    kind: str
+    kind: Kind
     weight: float = 1.0
     """Its share of the faults, relative to the others'."""
-    during: During = "any"
+    during: Literal["any", "start", "train", "evaluation", "save"] = "any"
     seconds: float = 1.0
     """How long a stop lasts, or a rank is slow."""
     rank: int | str = "random"
 
     def __post_init__(self) -> None:
-        _require(self.kind in KINDS, f"kind = {self.kind!r}", f"one of {', '.join(KINDS)}")
-        _require(_is_positive(self.weight), f"weight = {self.weight!r}", "a finite number above 0")
-        _require(
-            _is_positive(self.seconds), f"seconds = {self.seconds!r}", "a finite number above 0"
-        )
-        phases = get_args(During)
-        _require(self.during in phases, f"during = {self.during!r}", f"one of {', '.join(phases)}")
+        positive(self, "weight", "seconds")
         targets = ("random", *TARGETS.get(self.kind, ()))
-        is_rank = type(self.rank) is int and self.rank >= 0
-        allowed = f'a rank, or one of {", ".join(targets)}, for the kind "{self.kind}"'
-        _require(is_rank or self.rank in targets, f"rank = {self.rank!r}", allowed)
+        is_rank = isinstance(self.rank, int) and self.rank >= 0
+        if not is_rank and self.rank not in targets:
+            allowed = f'a rank, or one of {", ".join(targets)}, for the kind "{self.kind}"'
+            raise UsageError("--rank", self.rank, allowed)
 
 
 @dataclass(frozen=True)
@@ -71,10 +68,9 @@ class Fault:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """A faults file."""
+class Times:
+    """The keys of a faults file beside its tables."""
 
-    fault: Sequence[FaultConfig]
     seed: int = 1234
     count: int = 10
     every_seconds: float | None = None
@@ -85,21 +81,22 @@ class Schedule:
     """Whether every_seconds is no mean but the same for all."""
     in_turn: bool = False
     """Whether the tables follow each other, in place of a draw by weight."""
-    layout: Sequence[Mapping[str, str]] = field(default=())
-    """Flags and values that replace those of the command, taken in turn at each start."""
 
     def __post_init__(self) -> None:
-        _require(bool(self.fault), "no [[fault]]", "at least one [[fault]] table with a kind")
-        for name in ("seed", "count"):
-            value = getattr(self, name)
-            _require(type(value) is int and value >= 0, f"{name} = {value!r}", "a number from 0")
-        for name in ("fixed", "in_turn"):
-            value = getattr(self, name)
-            _require(isinstance(value, bool), f"{name} = {value!r}", "true or false")
-        given = [x for x in (self.every_seconds, self.every_steps) if x is not None]
-        names = "every_seconds and every_steps"
-        _require(len(given) == 1, f"{len(given)} of {names}", "one of them")
-        _require(_is_positive(given[0]), f"{given[0]!r} in {names}", "a finite number above 0")
+        non_negative(self, "seed", "count")
+        positive(self, "every_seconds", "every_steps")
+        if (self.every_seconds is None) == (self.every_steps is None):
+            allowed = "given alone, or every_steps: one of them"
+            raise UsageError("--every-seconds", self.every_seconds, allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Times):
+    """A faults file."""
+
+    fault: Sequence[FaultConfig]
+    layout: Sequence[Mapping[str, str]] = ()
+    """Flags and values that replace those of the command, taken in turn at each start."""
 
     def faults(self) -> list[Fault]:
         """All faults in their order; the same seed draws the same."""
@@ -121,45 +118,37 @@ def read_schedule(file: Path) -> Schedule:
     """Raises UsageError for a file that is no TOML, has unknown keys or wrong values."""
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
-        tables = _tables(content, "fault")
-        faults = [FaultConfig(**_known(each, FaultConfig, "[[fault]] ")) for each in tables]
-        layouts = [
-            {f"--{key.lstrip('-')}": str(value) for key, value in each.items()}
-            for each in _tables(content, "layout")
-        ]
-        return Schedule(fault=faults, layout=layouts, **_known(content, Schedule, ""))
+        faults, layouts = (_tables(content, key) for key in ("fault", "layout"))
+        if not faults:
+            raise UsageError("--fault", None, "given: at least one [[fault]] table with a kind")
+        return Schedule(
+            fault=[_settings(FaultConfig, each) for each in faults],
+            layout=[
+                {f"--{key.lstrip('-')}": str(value) for key, value in each.items()}
+                for each in layouts
+            ],
+            **vars(_settings(Times, content)),
+        )
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError("--faults", file, f"a TOML file of faults ({error})") from error
-    except _WrongError as error:
-        raise UsageError("--faults", f"{file}: {error.args[0]}", error.args[1]) from error
-
-
-class _WrongError(Exception):
-    """(what is in the file, what is allowed there)"""
-
-
-def _require(holds: bool, given: str, allowed: str) -> None:
-    if not holds:
-        raise _WrongError(given, allowed)
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf
+    except UsageError as error:
+        field = field_of(error.flag)
+        given = field if error.value is None else setting(field, error.value)
+        raise error.about("--faults", f"{file}: {given}") from error
 
 
 def _tables(content: dict[str, Any], key: str) -> list[dict[str, Any]]:
     tables = content.pop(key, [])
-    is_list = isinstance(tables, list) and all(isinstance(each, dict) for each in tables)
-    _require(is_list, f"{key} = {tables!r}", f"[[{key}]] tables")
-    return list(tables)
+    if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
+        raise UsageError(flag(key), tables, f"[[{key}]] tables")
+    return tables
 
 
-def _known(table: Any, kind: type, where: str) -> dict[str, Any]:
-    """The table, which has only keys of this dataclass."""
-    _require(isinstance(table, Mapping), f"{where}{table!r}", "a table")
-    names = [each.name for each in fields(kind)]
+def _settings(kind: type[T], table: Mapping[str, Any]) -> T:
+    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
     for key in table:
-        _require(key in names, f"{where}{key}", f"one of the keys {', '.join(names)}")
-    required = [each for each in ("kind",) if each in names and each not in table]
-    _require(not required, f"{where}without kind", f"a table with a kind: {', '.join(KINDS)}")
-    return dict(table)
+        if key not in names:
+            raise UsageError(flag(key), table[key], f"one of the keys {', '.join(names)}")
+    if "kind" in names and "kind" not in table:
+        raise UsageError("--kind", None, f"given, as one of {', '.join(get_args(Kind))}")
+    return parse_table(kind, table)
