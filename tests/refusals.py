@@ -50,7 +50,7 @@ def refused(
 def by_last_flag(listed: str) -> list[tuple[str, str]]:
     """(arguments, the last flag among them), which stand in lines and between " | "."""
     rows = [row for line in listed.strip().split("\n") for row in line.split(" | ")]
-    return [(row, f"--{row.rpartition('--')[2].split()[0].strip('=')}") for row in rows]
+    return [(row, f"--{row.rpartition('--')[2].split()[0].partition('=')[0]}") for row in rows]
 
 
 def leaving_nothing(program: Program) -> Program:

@@ -205,8 +205,8 @@ class ContextParallelConfig(ParallelConfig):
             allowed = f"such that it times {named} divides" if names else "a divisor of"
             allowed += f" {PROCESSES}, now {world_size}"
             parts = math.prod(others.values())
-            fitting = range(1, min(context, world_size + 1))
-            fitting = [n for n in fitting if not world_size % (n * parts)]
+            smaller = range(1, min(context, world_size + 1))
+            fitting = [n for n in smaller if not world_size % (n * parts)]
             if not self.is_ring:
                 fitting = [n for n in fitting if not (heads or 0) % (n * tensor)]
             # A ring of one is refused, too.

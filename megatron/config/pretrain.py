@@ -158,8 +158,8 @@ class PretrainConfig:
             at_most(self.logging, "profile_step_start", self.training.train_iters, "--train-iters")
         file = self.logging.metrics_file
         if file is not None and Path(file).is_dir():
-            works = str(Path(file, "metrics.jsonl"))
-            raise UsageError("--metrics-file", file, "a file, not a folder", works=works)
+            inside = str(Path(file, "metrics.jsonl"))
+            raise UsageError("--metrics-file", file, "a file, not a folder", works=inside)
         prompts = self.logging.sample_prompts
         if prompts is not None and not Path(prompts).is_file():
             raise UsageError("--sample-prompts", prompts, "a file that exists")

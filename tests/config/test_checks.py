@@ -240,7 +240,7 @@ def test_what_works_is_near_what_was_given() -> None:
 
 
 def test_the_fewest_images_that_ranks_can_divide_work() -> None:
-    """Of 10 tokens each, the class token included."""
+    """Each image has 10 tokens, the class token included."""
     words = [*SMALL, "--image-size=48", "--patch-size=16", f"{TENSOR}=4", "--sequence-parallel"]
     config = parse(PretrainViTConfig, words, {})
     error: Any = refusal(lambda: config.check(4), kind=UsageError)

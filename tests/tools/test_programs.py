@@ -1,4 +1,4 @@
-"""What all programs of tools/ have in common."""
+"""Rules that all programs of tools/ follow."""
 
 import runpy
 import signal
@@ -11,7 +11,7 @@ import pytest
 from tests.programs import ROOT
 
 PROGRAMS = [*sorted(ROOT.glob("tools/*.py")), ROOT / "tasks" / "main.py"]
-PROGRAMS += [ROOT / "benchmarks" / "vit.py", ROOT / "tools" / "experiments" / "passages.py"]
+PROGRAMS += [ROOT / "benchmarks" / "models.py", ROOT / "tools" / "experiments" / "passages.py"]
 WORDS = {"corpus": ["clean"], "main": ["--task", "LAMBADA"], "plan": ["--preset", "quickstart"]}
 
 
@@ -36,8 +36,9 @@ def test_ctrl_c_is_one_line(
     program: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = program.stem
-    if name in ("__init__", "dashboard"):  # Ctrl-C is how the dashboard is ended
+    if name in ("__init__", "start", "dashboard"):  # Ctrl-C is how the dashboard is ended
         return
+    monkeypatch.syspath_prepend(program.parent)
     monkeypatch.setattr("sys.argv", [str(program), *WORDS.get(name, [])])
     with pytest.raises((SystemExit, KeyboardInterrupt)) as stop:
         runpy.run_path(str(program), run_name="__main__")
