@@ -179,9 +179,11 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads x [b, a, s, d] rotated by cos and sin, see RotaryEmbedding."""
     if torch.compiler.is_compiling():  # it makes one kernel, and cannot trace a strided `out`
-        halves = x.unflatten(-1, (2, -1)).to(cos.dtype)  # y has the strides of x, and is not copied
+        # Both y and dx have the memory order of a matmul's result, [b, s, a, d]: no copy of them.
+        x, cos, sin = (each.transpose(1, 2) for each in (x, cos, sin))
+        halves = x.unflatten(-1, (2, -1)).to(cos.dtype)
         turned = halves * cos[..., None, :] + halves.flip(-2) * torch.stack((-sin, sin), dim=-2)
-        return turned.flatten(-2).to(x.dtype)
+        return turned.flatten(-2).to(x.dtype).transpose(1, 2)
     return _Rotate.apply(x, cos, sin)
 
 
