@@ -147,13 +147,15 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, division: Gathered, views: Views, return_input: bool, *parameters: Any
+        ctx: Any, x: Tensor, division: Gathered, views: Views, how: Any, *parameters: Any
     ) -> tuple[Tensor, ...]:
-        """parameters: the weights, the biases, and handles of views, see traced.py."""
+        """how: (return_input, sequences). parameters: the weights, the biases, and handles of
+        views, see traced.py."""
         count = len(views)
         weights, biases = parameters[:count], parameters[count : 2 * count]
         ctx.save_for_backward(x, *weights, *parameters[2 * count :])
         ctx.division, ctx.views = division, views
+        return_input, ctx.sequences = how
         ctx.set_materialize_grads(not return_input)
         ys = division.outputs(x, _matrices(weights), biases)
         return (*ys, x.view_as(x)) if return_input else tuple(ys)
@@ -181,7 +183,7 @@ class _Multiply(torch.autograd.Function):
         compute_dws = division.start_dws(x) if numbers and not is_deferred else None
         for number, dy in enumerate(local_dys):
             if needs_gradient[4 + count + number]:
-                dbs[number] = dy.sum(0)
+                dbs[number] = kernels.sum_rows(dy, ctx.sequences)
         gathered_dys = wait_for_dys()
 
         def hand_over(compute: WeightGradients) -> None:
@@ -222,6 +224,7 @@ def multiply(
     division: Gathered = WHOLE,
     *,
     return_input: bool = False,
+    sequences: int = 1,
 ) -> tuple[Tensor, ...]:
     """A y [n, out] for each weight, from this rank's x [n, in], weights [..., out, in] and biases
     [..., out], whose leading dims are flattened. Raises RuntimeError under torch.autocast.
@@ -230,6 +233,7 @@ def multiply(
         two uses of a tied weight are not summed in a half dtype.
     return_input: also return x, after the others, for further matmuls that read it: they need no
         sum of dx, as their gradients are part of the sum over ranks here.
+    sequences: see kernels.sum_rows, which adds up the gradients of the biases.
     """
     assert not return_input or division.x.over.size == 1
     if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
@@ -242,7 +246,8 @@ def multiply(
         ys = division.outputs(x, _matrices(weights), biases)
         return (*ys, x) if return_input else tuple(ys)
     handles = [view and view.handle for view in views if torch.compiler.is_compiling()]
-    return _Multiply.apply(x, division, views, return_input, *weights, *biases, *handles)
+    how = return_input, sequences
+    return _Multiply.apply(x, division, views, how, *weights, *biases, *handles)
 
 
 def linear(
@@ -252,9 +257,10 @@ def linear(
     division: Gathered = WHOLE,
     *,
     view: GradientView | None = None,
+    sequences: int = 1,
 ) -> Tensor:
     """`multiply` by one weight."""
-    return multiply(x, [weight], [bias], [view], division)[0]
+    return multiply(x, [weight], [bias], [view], division, sequences=sequences)[0]
 
 
 class _LookUp(torch.autograd.Function):
@@ -403,7 +409,8 @@ class ParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, view = as_rows(self, x, self.width), self.gradient_views.get("weight")
-        y = linear(rows, self.weight, None if self.after else self.bias, self.division, view=view)
+        how: Any = {"view": view, "sequences": 1 if x is rows else len(x)}
+        y = linear(rows, self.weight, None if self.after else self.bias, self.division, **how)
         if self.after:
             y = add_bias(sum_terms(y, self.after), self.bias)
         return as_before(y, x.shape[:-1])
@@ -579,13 +586,15 @@ class Norm(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = as_rows(self, x, self.weight.shape[0])
+        if self.hidden.size == 1 and not kernels.is_on_cpu(x):
+            rows = x  # a GPU's compiler fuses it with sums of [b, s, h] if it has these dims, too
         if self.hidden.size > 1:
             y = normalise(rows, self.weight, self.bias, self.epsilon, self.hidden)
         elif self.bias is None:
             y = kernels.rms_norm(rows, self.weight, self.epsilon)
         else:
             y = kernels.layer_norm(rows, self.weight, self.bias, self.epsilon)
-        return as_before(y, x.shape[:-1])
+        return y if rows is x else as_before(y, x.shape[:-1])
 
 
 class LayerNorm(Norm):

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -124,6 +124,30 @@ def test_compiled_layers_are_one_graph_that_computes_the_same(
     assert graphs == ONE_GRAPH
     assert losses == pytest.approx(wanted, rel=1e-13)
     assert_gradients(gradients, those, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "sums"),
+    # Forms of sums: over the tokens of each sequence, then over sequences. Llama has no biases, and
+    # sequence parallelism no whole sequences.
+    [
+        ("gpt2", "tensor=2", True),
+        ("gpt2", "tensor=2,sequence", False),
+        ("llama", "context=2", False),
+    ],
+)
+@on_ranks("layout")
+def test_layers_of_a_gpu_sum_by_sequence(kind: str, layout: str, sums: bool) -> None:
+    """Its kernels, and so the shapes in the graph, but on a CPU."""
+    changes = {} if kind == "llama" else DROPOUT
+    wanted, those, _ = first_steps(kind, layout, None, changes)
+    graphs: dict[str, Counter[str]] = {}
+    with patch.object(kernels, "is_on_cpu", lambda x: False):
+        losses, gradients, count = first_steps(kind, layout, recorder(graphs), changes)
+    assert count == ONE_GRAPH
+    assert losses == pytest.approx(wanted, rel=1e-13)
+    assert_gradients(gradients, those, 1e-12)
+    assert (graphs["backward"]["sum over tokens"] > 0) == sums
 
 
 def test_compiled_layers_release_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,6 +338,10 @@ def recorder(into: dict[str, Counter[str]]) -> Any:
 
     def keep(name: str, graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
         into[name] = Counter(str(node.target) for node in graph.graph.nodes)
+        into[name]["sum over tokens"] = sum(
+            str(node.target).startswith("aten.sum") and node.args[1] == [1]
+            for node in graph.graph.nodes
+        )
         return make_boxed_func(graph.forward)
 
     return aot_autograd(
