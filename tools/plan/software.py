@@ -39,8 +39,9 @@ class Software:
     each logit of a rank, matmuls aside. accumulated, updated: bytes moved for each parameter of a
     rank, by a micro-batch and by the optimizer, the latter by default in 17 passes in fp32 and 13
     in half. fuses_four: whether the fused softmax takes only multiples of four heads x samples of a
-    rank. is_zero_3: whether weights, gradients and the optimizer's state are in parts, as in the
-    DeepSpeed of 2021.
+    rank. hides_sums: whether the all-reduce behind a column-parallel layer in the backward runs
+    beside the matmul of its weight's gradient. is_zero_3: whether weights, gradients and the
+    optimizer's state are in parts, as in the DeepSpeed of 2021.
     """
 
     forward: Passes
@@ -51,6 +52,7 @@ class Software:
     accumulated: int = 0
     updated: int = 17 * 4 + 13 * 2
     fuses_four: bool = False
+    hides_sums: bool = False
     is_zero_3: bool = False
 
 
@@ -72,17 +74,20 @@ MEGATRON_2019 = Software(forward=(14, 30, 8, 2, 1), backward=(18, 27, 7, 2, 1))
 MEGATRON_2020 = Software(forward=(11, 16, 2, 0, 1), backward=(18, 27, 3, 2, 1))
 
 # That of 2021 (PTD-P): gradients of micro-batches are added in half precision (2 + 2 + 2 bytes).
-MEGATRON_2021 = replace(MEGATRON_2020, accumulated=6)
+# Kernels of the update take many tensors (megatron/optimizer): dividing 2 + 2, copying to fp32
+# 2 + 4, unscaling with the overflow check 4 + 4, norm 4, clipping 4 + 4, Adam 16 + 12, rounding
+# 4 + 2, zeroing 2.
+MEGATRON_2021 = replace(MEGATRON_2020, accumulated=6, updated=66)
 
 # That of 2022: residual adds and dropouts are one kernel in the backward, too; logits stay in half
-# precision until the loss (36 bytes), and Adam is one kernel (30 bytes).
+# precision until the loss (36 bytes).
 MEGATRON_2022 = replace(
     MEGATRON_2021,
     backward=(18, 27, 3, 0, 1),
     outside_passes=10,
     logit_bytes=36,
-    updated=30,
     fuses_four=True,
+    hides_sums=True,
 )
 
 YEARS = MEGATRON_2019, MEGATRON_2020, MEGATRON_2021, MEGATRON_2022
@@ -184,13 +189,15 @@ class AuthorsStep(Step):
 
         stream = self._of_stream
         calls_there, calls_back = [stream] * 2, [stream] * 2
+        columns = [[*gradients([each])] for each in (matmuls[0], matmuls[2])]
+        if program.hides_sums:
+            calls_back = [stream._replace(beside=(of_weight,)) for _, of_weight in columns]
         if self.stream_ranks > 1:
             # All-gathers and reduce-scatters. In the backward those of the row-parallel layers are
             # waited for; the two of a column-parallel layer run beside its matmuls.
             part = stream._replace(passes=1)
             calls_there, calls_back = [part] * 4, [part] * 2
-            for n_out in (matmuls[0], matmuls[2]):
-                calls_back += [part._replace(beside=(each,)) for each in gradients([n_out])]
+            calls_back += [part._replace(beside=(each,)) for own in columns for each in own]
         there = of_layer([*matmuls, *core], calls_there, program.forward)
         back = of_layer(gradients([*matmuls, *core]), calls_back, program.backward)
         back.moved += program.accumulated * (12 * h * h // t + 13 * h)

@@ -242,13 +242,19 @@ def _overheads(step: Step, hardware: Hardware) -> tuple[float, float]:
 
 def call_seconds(step: Step, call: Call, hardware: Hardware, kind: str = "all_gather") -> float:
     """Seconds of a collective with nothing beside it. kind: see Ring.seconds."""
-    ring, share = step.model.rings[call.axis], hardware.tensor_network_share
-    if call.axis == "tensor" and share is not None and ring.inside(hardware) < ring.ranks:
-        hardware = replace(hardware, network_share=share)
+    ring, hardware = _ring_of(step, call.axis, hardware)
     if not call.passes:
         return ring.shift(call.bytes, hardware)
     options: Any = {"is_rooted": call.is_rooted, "kind": kind}
     return ring.seconds(call.bytes, hardware, call.passes, **options)
+
+
+def _ring_of(step: Step, axis: str, hardware: Hardware) -> tuple[Ring, Hardware]:
+    """The ring of an axis, and the hardware with the share of the network that its calls attain."""
+    ring, share = step.model.rings[axis], hardware.tensor_network_share
+    if axis == "tensor" and share is not None and ring.inside(hardware) < ring.ranks:
+        hardware = replace(hardware, network_share=share)
+    return ring, hardware
 
 
 def matmul_seconds(matmul: Matmul, hardware: Hardware, precision: str) -> float:
@@ -290,11 +296,11 @@ def _collectives(step: Step, work: Work, hardware: Hardware) -> Iterator[tuple[s
         collective, seconds = call if call.passes else None, call_seconds(step, call, hardware)
         together[call.axis, call.beside, collective].append((times, seconds))
     for (axis, beside, _), calls in together.items():
-        ring = step.model.rings[axis]
+        ring, attained = _ring_of(step, axis, hardware)
         window = sum(matmul_seconds(each, hardware, step.precision) for each in beside)
         taken = sum(times * seconds for times, seconds in calls)
         hidden = min(taken, window * max(times for times, _ in calls))
-        slowed = ring.slowed(hidden * ring.bandwidth(hardware), hardware) if hidden else 0.0
+        slowed = ring.slowed(hidden * ring.bandwidth(attained), hardware) if hidden else 0.0
         yield axis, taken - hidden + slowed, hidden
 
 
