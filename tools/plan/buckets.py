@@ -19,7 +19,7 @@ from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.pretrain import PretrainConfig
 from megatron.parallel.axes import INNER, OUTER, UNIONS
 from megatron.parallel.bucket import ALIGNMENT
-from megatron.parallel.buckets import BUCKET_BYTES, IN_FLIGHT, SMALL
+from megatron.parallel.buckets import BUCKET_BYTES, IN_FLIGHT
 from megatron.parallel.mesh import ALONE, Axis
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan, consecutive
 from megatron.parallel.sharding import sharding_specs
@@ -100,7 +100,7 @@ class Model:
         buckets, following = [each for _, each in self.buckets], 0
         missing = Counter(number for _, number in self.arrivals)
         reducing = deque(buckets[-IN_FLIGHT:] * is_repeated)
-        whole, waiting = set[int](), set[int]()  # numbers of buckets; small gradients wait
+        whole = set[int]()  # numbers of buckets
 
         def held() -> int:
             sums = sum(each.size + each.own for each in reducing)
@@ -110,14 +110,12 @@ class Model:
         whole |= {number for each, number in self.arrivals if each.is_head}
         yield None, before, held()
         for each, number in self.arrivals:
-            (whole if each.parameter.local > SMALL else waiting).add(number)
+            whole.add(number)
             adding = held()
             missing[number] -= 1
             while following < len(buckets) and not missing[following]:
                 if len(reducing) == IN_FLIGHT:
                     reducing.popleft()
-                whole |= waiting
-                waiting.clear()
                 whole.remove(following)
                 reducing.append(buckets[following])
                 following += 1

@@ -95,12 +95,6 @@ class MicroBatch:
     pipeline: PipelinePlan = WHOLE_MODEL
     rank: int = 0
 
-    @property
-    def backward(self) -> tuple[str, ...]:
-        """The actions of a backward in the pipeline's schedule."""
-        is_halved = self.pipeline.is_halved
-        return ("backward_input", "backward_weight") if is_halved else ("backward",)
-
 
 @cache
 def trace(traced: MicroBatch) -> Trace:
@@ -157,8 +151,9 @@ def trace(traced: MicroBatch) -> Trace:
         gradients=gradients,
         on_action=enter,
     )
+    halves = ["backward_input", "backward_weight"] if pipeline.is_halved else ["backward"]
     actions = [Action("forward", stage, 0) for stage in own]
-    actions += [Action(each, stage, 0) for stage in own[::-1] for each in traced.backward]
+    actions += [Action(each, stage, 0) for stage in own[::-1] for each in halves]
     gradients.start()
     with on_meta(meter, device), _usual_inputs(), _before_gradients(on_gradient):
         executor.run(tuple(actions))

@@ -98,25 +98,20 @@ def layer_trace(
     if config.parallel.is_ring and ranks > 8 and "seq_length" in vars(config.data):
         # Each two ranks more, with their tokens, add what the second two add: the trace of a ring
         # takes time as its size grows, 1.4 s for 32 ranks.
-        two, four = (
-            layer_trace(_smaller(config, size), precision, device, is_staged=is_staged)
-            for size in (2, 4)
-        )
+        def smaller(size: int) -> Trace:
+            """A ring of this size has as many tokens on a rank."""
+            data = replace(config.data, seq_length=config.seq_length // ranks * size)  # type: ignore[call-arg]
+            parallel = replace(config.parallel, context_parallel_size=size)
+            ring = replace(config, data=data, parallel=parallel)
+            return layer_trace(ring, precision, device, is_staged=is_staged)
+
+        two, four = smaller(2), smaller(4)
         return _plus(four, _plus(four, two, -1), ranks // 2 - 2)
     asked = MicroBatch(replace(config, parallel=in_one_stage(config.parallel)), precision, device)
     if is_staged:
         return trace_at(replace(asked, pipeline=THREE), MIDDLE, 1)
     one, two = (trace_at(asked, 0, layers) for layers in (1, 2))
     return _plus(two, one, -1)
-
-
-def _smaller(config: PretrainConfig, ranks: int) -> PretrainConfig:
-    """A smaller ring, with as many tokens on a rank."""
-    length = config.seq_length // config.parallel.context_parallel_size * ranks
-    data = replace(config.data, seq_length=length)  # type: ignore[call-arg]
-    return replace(
-        config, data=data, parallel=replace(config.parallel, context_parallel_size=ranks)
-    )
 
 
 def _plus(base: Trace, other: Trace, times: int) -> Trace:
