@@ -12,6 +12,7 @@ import inspect
 import io
 import itertools
 import os
+import re
 import select
 import sys
 import textwrap
@@ -241,7 +242,7 @@ def parse(
             if key in names and not isinstance(value, Mapping):
                 saved_words += _arguments(key, value)
         first = saved_words + first
-    _refuse_blank_paths(first + words, types)
+    _refuse_values(first + words, types)
     description = description or sys.modules["__main__"].__doc__ or ""
     text = textwrap.dedent(description).strip()
     text += f"\n\n{_PRESET_HELP}" * ("preset" not in types)
@@ -289,14 +290,17 @@ def parse_table(program: type[Program], table: Mapping[str, Any]) -> Program:
         raise
 
 
-def _refuse_blank_paths(words: Sequence[str], types: Mapping[str, Any]) -> None:
+def _refuse_values(words: Sequence[str], types: Mapping[str, Any]) -> None:
     """Raise UsageError for a path that is empty, as where a shell's variable is not set: it would
-    be the current folder."""
+    be the current folder; and for an integer that needs more than 64 bits."""
     for word, *values in by_flag(words):
         name, equals, value = word.partition("=")
-        is_path = Path in types_within(types.get(field_of(name)))
-        if is_path and "" in ([value] if equals else values):
-            raise UsageError(name, "''", "a path")
+        kinds = types_within(types.get(field_of(name)))
+        for each in [value] if equals else values:
+            if Path in kinds and not each:
+                raise UsageError(name, "''", "a path")
+            if int in kinds and re.fullmatch(r"[+-]?\d{19,}", each) and abs(int(each)) >= 2**63:
+                raise UsageError(name, each, "an integer of at most 64 bits")
 
 
 def _check_types(words: Sequence[str], types: Mapping[str, Any]) -> None:
@@ -390,7 +394,7 @@ def parse_call(
     about = functions.values() if isinstance(functions, Mapping) else [functions]
     given = functions.get(next(iter(argv), "")) if isinstance(functions, Mapping) else functions
     types = get_type_hints(given) if given else {}
-    _refuse_blank_paths(argv, types)
+    _refuse_values(argv, types)
     try:
         return _run_tyro(call, argv, environ, names, None, [*about, examples])
     except CommandLineError:

@@ -69,8 +69,8 @@ class Written:
     output: Path | None = None
 
 
-def test_a_blank_path_is_refused() -> None:
-    """It would be the current folder."""
+def test_a_blank_path_and_an_endless_number_are_refused() -> None:
+    """The path would be the current folder."""
 
     def program(input: tuple[Path, ...], output: Path | None = None, name: str = "") -> None: ...
 
@@ -81,6 +81,8 @@ def test_a_blank_path_is_refused() -> None:
         refusal(lambda words=words: parse_call(program, shlex.split(words), {}), field=flag)
     parse_call(program, ["--input", "a", "--name", ""], {})
     refusal(partial(parse, Written, ["--output", ""], {}), field="--output")
+    refusal(lambda: pretrain("--seed", str(2**63)), field="--seed")
+    pretrain("--seed", str(2**63 - 1))
 
 
 def terminated() -> int:

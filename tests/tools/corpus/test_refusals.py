@@ -25,7 +25,7 @@ clean --workers 0 | clean --unit 32 | clean --unit 99B | clean --unit fast | cle
 clean --memory 0 | clean --shard 2/2 | clean --shard one | clean --shard 0/2 --overwrite
 clean --scheduler nonsense | clean --min-tokens 0 | clean --language english | clean --language un
 dedup --jaccard 0 | dedup --bands 26 | dedup --max-bucket 1 | dedup --max-source-loss 2
-dedup --expected-removal -1 | decontaminate --ngram 0 | decontaminate --margin -1
+dedup --seed -1 | dedup --expected-removal -1 | decontaminate --ngram 0 | decontaminate --margin -1
 decontaminate --article-overlap 1.5 | split --ratio 29 | split --ratio 1:0
 split --shard-size many | extract --key body | extract --source= | report --workers 0
 report --output . | harvest --max-bytes 0 | plan x --sample lots

@@ -109,7 +109,7 @@ class Settings(ShardSettings):
                 "--rows",
                 works=("--bands", "25", "--rows", "5"),
             )
-        at_least(self, max_bucket=2, max_cluster=2)
+        at_least(self, seed=0, max_bucket=2, max_cluster=2)
         share(self, "max_source_loss", "expected_removal")
 
     @property
