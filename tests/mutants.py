@@ -1217,14 +1217,6 @@ a-chunk-exceeds-its-bytes
 the-last-rank-alone-tells-what-is-reached
 - reached[name] = reached.get(name, False) or is_reached
 + reached[name] = is_reached
-@ megatron/parallel/dropout.py | parallel/test_dropout::test_a_mask
-probabilities-are-cut-not-rounded
-- return min(round(p * STEPS), STEPS - 1)
-+ return min(int(p * STEPS), STEPS - 1)
-@ megatron/parallel/buckets.py | parallel/test_buckets::test_buckets_equal
-a-bucket-is-as-large-as-asked-twice
-- open_buckets[key], free[key] = [], bucket_bytes
-+ open_buckets[key], free[key] = [], bucket_bytes + size
 @ megatron/parallel/buckets.py | parallel/test_buckets::test_bf16
 grads-in-half-precision-are-not-clipped
 - if view.parameter.grad is not None and view.parameter.dtype != view.gradient.dtype:

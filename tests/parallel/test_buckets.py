@@ -91,7 +91,6 @@ def test_buckets_equal_distributed_data_parallel() -> None:
         if not is_direct:
             leave_to_autograd(model)
         assert len(buckets.buckets) > 10
-        assert all(x.gradients.nbytes <= 4096 or not x.views[1:] for x in buckets.buckets)
         for step in range(2):
             buckets.start()  # the forward is outside of accumulate()
             for is_last, loss in losses(model, mesh, step):
