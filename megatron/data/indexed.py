@@ -289,7 +289,7 @@ class IndexedDataset:
         documents = (len(shard.documents) - 1 for shard in self.shards)
         self._first_documents = [0, *accumulate(documents)]  # of each shard, and the end
         self.first_tokens = [0, *accumulate(shard.num_tokens for shard in self.shards)]
-        """The first token of each shard, and the end."""
+        """Those of the shards, and the end."""
         self.num_documents = self._first_documents[-1]
         self.num_sequences = sum(len(shard.sizes) for shard in self.shards)
         self.num_tokens = self.first_tokens[-1]

@@ -106,8 +106,8 @@ class ColumnDocuments:
         """Raises DataError if the column has changed."""
         text: str | None = self._rows[self.row(number)][self._column]
         if text is None:
-            where = self.location(number)
-            raise DataError(f"{where} has changed since it was opened; unchanged files work")
+            row = self.location(number)
+            raise DataError(f"{row} has changed since it was opened; unchanged files work")
         return text
 
 
