@@ -21,15 +21,13 @@ import shlex
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
 from benchmarks import steps
 from benchmarks.harness import Column, Contender, Flags, Question, scratch
+from benchmarks.processes import ROOT
 from benchmarks.report import NOT_MEASURED, Results
-from megatron.config.parse import parse
-from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.files import write_atomically
 from megatron.errors import UsageError
 from tools.plan.hardware import load_hardware
@@ -37,7 +35,6 @@ from tools.plan.score import in_order
 from tools.plan.timing import predict
 from tools.plan.trace import Step
 
-ROOT = Path(__file__).resolve().parents[1]
 CORES = os.cpu_count() or 1
 MODEL = """--preset quickstart --hidden-size 256 --num-attention-heads 8 --vocab-size 4096 --no-bf16
 --micro-batch-size 2"""
@@ -102,7 +99,7 @@ def contenders(
     flags: Flags,
     ranks: tuple[int, ...] = tuple(LAYOUTS),
     most_layouts: int | None = None,
-) -> Iterator[Contender]:
+) -> list[Contender]:
     """Measure, predict, run.
 
     Args:
@@ -113,35 +110,36 @@ def contenders(
         works = ("--device", "cpu")
         raise UsageError("--device", flags.device, "cpu: its layouts are small", works=works)
     model = f"{MODEL} --global-batch-size {SAMPLES} {SMALL if flags.small else ''}"
-    found = []
+    found, predicted = list[Contender](), []
     for number in ranks:
         hardware = load_hardware(str(measured(model, number)))
+        shared = f" on {CORES} cores" if number > CORES else ""
         for layout in LAYOUTS[number][:most_layouts]:
             words = [*shlex.split(model), *layout.split()]
             config = steps.read(words, number, samples=SAMPLES)
-            step = Step(config, number, "fp32", hardware.device)
+            step, depth = Step(config, number, "fp32", hardware.device), config.model.num_layers
             facts = {
                 "predicted": predict(step, hardware).total,
                 "is_measured": hardware.measures(step),
             }
-            found.append((number, layout, words, facts))
-    predicted = [{"ranks": n, "layout": layout, **facts} for n, layout, _, facts in found]
+            predicted.append({"ranks": number, "layout": layout, **facts})
+            found.append(
+                Contender(
+                    layout.replace(DEEP, "").strip()
+                    or ("data parallel" if number > 1 else "one rank"),
+                    steps.ours,
+                    {"flags": words, "samples": SAMPLES},
+                    group=f"{number} rank{'s' * (number > 1)}{shared}, {depth} layers",
+                    ranks=number,
+                    facts=facts,
+                    same={"loss": 1e-4},
+                )
+            )
     print(json.dumps(predicted, indent=1), file=sys.stderr, flush=True)
     if flags.json is not None:
         file = flags.json.with_name(f"{flags.json.name}.predicted")
         write_atomically(file, (json.dumps(predicted, indent=1) + "\n").encode())
-    for number, layout, words, facts in found:
-        shared = f" on {CORES} cores" if number > CORES else ""
-        depth = parse(PretrainGPT2Config, words, {}).model.num_layers
-        yield Contender(
-            layout.replace(DEEP, "").strip() or "data parallel" * (number > 1) or "one rank",
-            steps.ours,
-            {"flags": words, "samples": SAMPLES},
-            group=f"{number} rank{'s' * (number > 1)}{shared}, {depth} layers",
-            ranks=number,
-            facts=facts,
-            same={"loss": 1e-4},
-        )
+    return found
 
 
 def result(found: Results) -> str:
