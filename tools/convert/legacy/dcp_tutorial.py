@@ -166,8 +166,6 @@ def _split_model(
         if match := _NAME.fullmatch(key):
             if (name := match[1]) in weights:
                 raise ValueError(f"{folder} has {name} twice: {weights[name].key} and {key}")
-            if not item.dtype.is_floating_point:
-                raise ValueError(f"{folder}: {name} is {item.dtype}; a floating-point dtype works")
             weights[name] = item
         elif _ROTARY.fullmatch(key):
             rotary[key] = item
@@ -176,8 +174,6 @@ def _split_model(
     for name in names_of(count_layers(weights) or 1)[:-1]:  # the head may be tied to the embedding
         if name not in weights:
             raise ValueError(f"{folder} has no {name}, which the tutorial's Llama has")
-        if len(weights[name].shape) != (1 if "norm" in name else 2):
-            raise ValueError(f"{folder}: {name} has the shape {list(weights[name].shape)}")
     return weights, rotary
 
 
@@ -220,11 +216,9 @@ def _read_state(
     for kind, by_weight in state.items():
         if missing := weights.keys() - by_weight.keys():
             raise ValueError(f"{folder} has an optimizer without {kind} of {min(missing)}")
-    counts = [item.value() for item in state.pop("step").values()]
-    step = counts[0]
-    is_count = type(step) in (int, float) and 0 <= step < inf and not step % 1
-    if not is_count or any(count != step for count in counts):
-        raise ValueError(f"{folder}: the optimizer's steps are {counts[:3]}, not one whole number")
+    step, *others = {item.value() for item in state.pop("step").values()}
+    if others:
+        raise ValueError(f"{folder}: the optimizer's steps differ: {step} and {others[0]}")
     return state, int(step), by_name
 
 
@@ -280,14 +274,6 @@ def read_schedule(file: Path) -> Schedule:
         (lr,) = cosine["base_lrs"]
         if warmup["end_factor"] != 1.0 or warmup["total_iters"] != milestone:
             raise ValueError("its warm-up does not end at the learning rate")
-        counts = {
-            "milestone": milestone,
-            "T_max": cosine["T_max"],
-            "last_epoch": whole["last_epoch"],
-        }
-        for name, count in counts.items():
-            if type(count) is not int or count < 0:
-                raise ValueError(f"its {name} is {count!r:.80}, not a whole number from 0 on")
         return Schedule(
             lr=float(lr),
             min_lr=float(cosine["eta_min"]),

@@ -472,12 +472,6 @@ def scheduled(steps: int) -> Any:
     return script.scheduler.state_dict()
 
 
-def late_milestone(state: Any) -> None:
-    """The warm-up ends with it."""
-    state["_milestones"] = [10.7]
-    state["_schedulers"][0]["total_iters"] = 10.7
-
-
 def rotary(base: float, dtype: torch.dtype, factor: float) -> Callable[[Any], None]:
     """With tables of this base, the slower half of the turns slower by a factor."""
 
@@ -511,15 +505,11 @@ DAMAGED: list[tuple[str, Callable[[Any], object], str]] = [
     ("scheduler", lambda state: state.pop("_schedulers"), "lrscheduler.pt"),
     ("scheduler", lambda state: state.update(scheduled(DONE + 2)), "lrscheduler.pt"),
     ("scheduler", lambda state: state.update(scheduled(DONE - 1)), "lrscheduler.pt"),
-    ("scheduler", late_milestone, "milestone is 10.7"),
-    ("scheduler", lambda state: state["_schedulers"][1].update(T_max=-30.5), "T_max is -30.5"),
-    ("scheduler", lambda state: state.update(last_epoch=-4), "last_epoch is -4"),
     ("model", lambda model: model.pop(UP), "layers.1.mlp.up_proj.weight"),
     ("model", lambda model: model.update({K: model[K][:-2]}), "self_attn.k_proj"),
     ("model", lambda model: model.update({Q: model[Q] * torch.nan}), "q_proj"),
     ("model", lambda model: model.update({f"{LAYER}q_norm.weight": torch.ones(8)}), "q_norm"),
     ("model", lambda model: model.update({n: w.double() for n, w in model.items()}), "--dtype"),
-    ("model", lambda model: model.update({UP: model[UP].long()}), "up_proj.weight is torch.int64"),
     ("model", lambda model: [*map(model.pop, ROTARY)], "--num-attention-heads"),
     ("model", rotary(1.1 * BASE, torch.float32, 1), "--rotary-base"),
     ("model", rotary(BASE, torch.float32, 8), "--rotary-base"),
