@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from benchmarks.report import Results, cell, write_page
 from tests.benchmarks import small_question
 from tests.benchmarks.run import forked
 from tests.benchmarks.small_question import failing, hungry, on_a_gpu, steady, working
-from tests.refusals import field_of, refusal
+from tests.refusals import refusal
 
 COLUMNS = (
     Column("number", "number", "{:.1f}"),
@@ -131,10 +132,8 @@ def test_reasons_not_to_measure() -> None:
 def test_an_error_of_a_rank_ends_the_run(error: Exception) -> None:
     for at in ("start", "turn"):
         wrong = Contender(name="wrong", run=failing, arguments={"error": error, "at": at})
-        with pytest.raises(RuntimeError) as ended:
-            measured([contender("right"), wrong])
-        assert field_of(str(ended.value)) == "wrong"
-        assert str(error) in str(ended.value)
+        ends = partial(measured, [contender("right"), wrong])
+        refusal(ends, str(error), field="wrong", kind=RuntimeError, lines=99)
 
 
 @pytest.mark.parametrize(("at", "groups"), [("second round", ["both"] * 2), ("turn", ["1", "2"])])

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.checkpoint.format import read_manifest, seal
 from megatron.config.parse import parse_call
 from tests.data.samples import write_tokenizer
+from tests.data.test_tokenizer import added
 from tests.refusals import by_last_flag, field_of, leaving_nothing, refusal, refused
 from tests.tools.convert import models
 from tools.convert_hf import export_model, import_model
@@ -184,11 +185,6 @@ def test_weights(make: Make, kind: str, named: str, change: Any) -> None:
     assert named in said(folder)
 
 
-def added(number: int, content: str) -> dict[str, Any]:
-    rules = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized", "special"], False)
-    return {"added_tokens": [{"id": number, "content": content, **rules}]}
-
-
 SPECIAL = {"id": "<s>", "ids": [0], "tokens": ["<s>"]}
 BEGINS = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
 TEMPLATE = {"type": "TemplateProcessing", "single": BEGINS, "special_tokens": {"<s>": SPECIAL}}
@@ -200,7 +196,7 @@ TOKENIZERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         (TOKENIZER, {"model": {"merges": [["a", "zz"]]}}), (TOKENIZER, {"model": {"dropout": 0.5}}),
         (TOKENIZER, {"model": {"type": "WordPiece"}}),
         (TOKENIZER, {"post_processor": TEMPLATE | {"pair": BEGINS}}),
-        (TOKENIZER, added(261, "<new>")),
+        (TOKENIZER, added(("<new>", 261), special=False)),
         ("added_tokens.json", {"<new>": 261}),
     ],
     "bert": [
