@@ -914,8 +914,8 @@ positions-not-partial | matrix[tensor=2,sequence-gpt2]
 + self.add_parameter("weight", shape, shards, std=std)
 column-computes-all-columns-too
 # the right numbers by as much work as one process has
-- y = linear(rows, self.weight, None if self.after else self.bias, self.division, view=view)
-+ y = linear(rows, self.weight, None if self.after else self.bias, self.division, view=view)
+- y = linear(rows, self.weight, bias, self.division, view=view, sequences=sequences)
++ y = linear(rows, self.weight, bias, self.division, view=view, sequences=sequences)
 +         kernels.matmul(rows, self.weight.flatten(0, -2).repeat(self.mesh.tensor.size, 1))
 readers-of-a-returned-input-lost | matrix[tensor=4-hf-llama-padded]
 - compute_dx(gathered_dys, returned_dx)

@@ -409,8 +409,8 @@ class ParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, view = as_rows(self, x, self.width), self.gradient_views.get("weight")
-        how: Any = {"view": view, "sequences": 1 if x is rows else len(x)}
-        y = linear(rows, self.weight, None if self.after else self.bias, self.division, **how)
+        bias, sequences = None if self.after else self.bias, 1 if x is rows else len(x)
+        y = linear(rows, self.weight, bias, self.division, view=view, sequences=sequences)
         if self.after:
             y = add_bias(sum_terms(y, self.after), self.bias)
         return as_before(y, x.shape[:-1])
