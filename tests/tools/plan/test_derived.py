@@ -231,7 +231,6 @@ AT_PEAK = [
     # The peak is in the forward of the head, beside the last sums of the micro-batch before.
     (4, (1, 2, 3), f"gpt2_124m {SOME} {FEW} {NONE}", 2),
     (16, (2, 3), f"gpt2_124m {SOME} {FEW} {NONE}", 1),
-    (2, (2, 3), f"gpt2_124m {SOME} {FEW} {FULL}", 3),
     (4, (2, 3), f"bert_336m {SOME} {FEW} {FULL}", 2),
     (4, (1, 2, 3), f"bert_336m {SOME} {FEW} {FULL} {OF_GPU}", 2),
     (4, (2, 3), f"quickstart {SMALL} {SOME}", 2),
@@ -239,7 +238,6 @@ AT_PEAK = [
     (4, (2, 3), f"bert_336m {SOME} {FEW} {FULL} {OF_GPU}", 1),
     (2, (2, 3), f"gpt2_124m {SOME} {FEW} {FULL}", 1),
     (16, (2, 3), f"gpt2_124m {SOME} {FULL}", 1),
-    (16, (2, 3), f"gpt2_124m {SOME} {FULL}", 2),
     (4, (2, 3), f"gpt2_124m {XL} {LESS} {FULL} --seq-length 16", 1),
     (4, (2, 3), f"llama3_8b {LESS} {FEW} {NONE} {TENSOR} 1 --seq-length 512", 2),
     (4, (2, 3), f"gpt2_124m {LESS} {GATED} {FULL}", 1),
