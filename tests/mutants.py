@@ -241,8 +241,8 @@ row-bias-not-partial
 - x_columns=mesh.tensor, y_rows=(mesh.stream,), after=g)
 + x_columns=mesh.tensor, after=g)
 row-bias-added-by-each-rank | parallel/test_layers::test_layers_equal
-- None if self.after else self.bias, self.division
-+ self.bias, self.division
+- bias, sequences = None if self.after else self.bias, 1
++ bias, sequences = self.bias, 1
 norm-gradient-not-summed
 - if is_inside else mesh.partial_axes
 + if is_inside else (mesh.replicas,)
