@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pkgutil import resolve_name
@@ -23,7 +23,7 @@ from megatron.config.launch import world_size
 from megatron.config.parse import parse, user_errors
 from megatron.config.parts import PARTS
 from megatron.config.pretrain import PretrainConfig, epochs_of
-from megatron.errors import UsageError
+from megatron.errors import UsageError, flag
 from megatron.models.registry import find_kind, take_kind
 from megatron.train.callbacks import Callback
 from megatron.train.inputs import Inputs, open_inputs, prefetch
@@ -113,21 +113,24 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             raise SystemExit(exit_code)
 
 
-def require_one_data_set(config: PretrainConfig, inputs: Inputs, mesh: Mesh) -> None:
+def require_one_run(config: PretrainConfig, inputs: Inputs, mesh: Mesh) -> None:
     """Raises UsageError, the same on every rank, if two ranks would read different samples or train
-    for different numbers of steps: the loss would be that of no data set."""
-    training = config.training
+    another model, or in another way: their gradients would be summed all the same."""
     source, *values = config.data.source
-    length = f"{training.train_iters} steps"
-    if training.epochs is not None:
-        length = f"{inputs.samples_in(training.epochs)} to be trained"
-    data = f"data {data_fingerprint(inputs.corpus.identity)} of {inputs.train.samples_per_epoch} "
-    first, *others = mesh.control.gather(f"{data}samples, {length}")
+    data, samples = data_fingerprint(inputs.corpus.identity), inputs.train.samples_per_epoch
+    settings: dict[str, Any] = {source: f"data {data} of {samples} samples"}
+    # Those of a preset, which may be another file on another host.
+    parts = config.model, config.parallel, config.training, config.optimizer, config.precision
+    for each in parts:
+        settings |= {flag(field.name): getattr(each, field.name) for field in fields(each)}
+    first, *others = mesh.control.gather(settings)
     for rank, other in enumerate(others, start=1):
-        if other != first:
-            allowed = f"the same for all ranks: rank 0 has {first}, and rank {rank} {other}; a "
-            allowed += "folder that all of them see works"
-            raise UsageError(source, " ".join(values) or None, allowed)
+        for name, value in first.items():
+            if other[name] != value:
+                allowed = f"the same for all ranks: rank 0 has {value}, and rank {rank} "
+                allowed += f"{other[name]}; files that all of them see work"
+                given = (" ".join(values) or None) if name == source else value
+                raise UsageError(name, given, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +161,7 @@ def build(flags: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     from megatron.train.state import DTYPES, build_state
 
     # 1. The layers of each pipeline stage, and where the run starts
-    require_one_data_set(flags, inputs, mesh)
+    require_one_run(flags, inputs, mesh)
     size, identity = inputs.corpus.vocab_size, inputs.corpus.identity
     pipeline = on_all_ranks(mesh, lambda: plan_of_run(flags, size, mesh.size()))
     config, origin = find_origin(flags, start, mesh, identity, inputs.samples_in)

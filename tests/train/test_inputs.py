@@ -4,6 +4,7 @@ their step."""
 import threading
 from collections.abc import Generator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,9 +24,12 @@ from megatron.train.inputs import (
     random_pairs,
     random_text,
 )
+from megatron.train.pretrain import require_one_run
 from tests.data.samples import write_data_of_tokenizer, write_sentences, write_wordpiece
-from tests.dist import PATIENCE
+from tests.dist import PATIENCE, on_ranks
 from tests.programs import SHAPE
+from tests.refusals import refusal
+from tests.tiny import mesh_of_ranks
 
 BERT = "BertWordPieceLowerCase"
 
@@ -71,6 +75,28 @@ def test_mock_data_are_validated_on_other_samples(kind: type[PretrainConfig], sa
     train, validation = (each.batch([0, 1]).tokens for each in (inputs.train, inputs.validation))
     assert train.shape == validation.shape
     assert not (train == validation).all(axis=1).any()
+
+
+RANKS = [  # (flags of two ranks, the flag that is refused)
+    (("", ""), None),
+    (("--lr 1e-3", "--lr 2e-3"), "--lr"),
+    (("", "--train-iters 2"), "--train-iters"),
+    (("--num-layers 2", "--num-layers 3"), "--num-layers"),
+    (("--vocab-size 64", "--vocab-size 65"), "--data-path"),
+]
+
+
+@on_ranks(2)
+def test_ranks_with_other_settings_are_refused() -> None:
+    mesh = mesh_of_ranks(2)
+    for words, named in RANKS:
+        given = f"{SHAPE} --mock-data --train-iters 1 --vocab-size 64 {words[mesh.tensor.rank]}"
+        config = parse(PretrainGPT2Config, given.split(), {})
+        compare = partial(require_one_run, config, mock_inputs(config, random_text), mesh)
+        if named is None:
+            compare()
+        else:
+            refusal(compare, field=named)
 
 
 class Numbers:
