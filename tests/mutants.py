@@ -265,6 +265,10 @@ plan-heads-of-the-first-queries | matrix[tensor=4-hf-llama-padded]
 rotary-interleaved
 - (first, second), (one, two) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
 + first, second, one, two = x[..., ::2], x[..., 1::2], y[..., ::2], y[..., 1::2]
+@ megatron/parallel/kernels.py | train/test_compiled::test_layers_of_a_gpu_sum_by_sequence
+bias-of-the-first-sequence-alone
+- .sum(1, dtype=wide).sum(0).to(x.dtype)
++ .sum(1, dtype=wide)[0].to(x.dtype)
 @ megatron/parallel/axes.py | parallel/test_mesh::test_unions_of
 depth-not-reduced
 - "replicas": ("data", "context", *copies),
