@@ -321,6 +321,8 @@ def load_named(
     try:
         open_split = builder.as_streaming_dataset if streaming else builder.as_dataset
         return open_split(split=split)
+    except StopIteration as error:  # of the library, for a file without a byte
+        raise UsageError(DATASET_NAME, name, "data with a row") from error
     except ValueError as error:  # the library names the splits that are there
         allowed = f"a split of {DATASET_NAME} {name} ({one_line(error)})"
         raise UsageError("--dataset-split", split, allowed) from error

@@ -113,9 +113,10 @@ def test_long_text(source: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captur
 
 
 def test_no_text(source: Path) -> None:
-    (source / "a.jsonl").write_text('{"text": ""}\n{"text": " "}\n')
-    error = refusal(lambda: stream_to_jsonl(str(source), source.parent / "out.jsonl"))
-    assert field_of(error) == "--dataset-name"
+    for text in ('{"text": ""}\n{"text": " "}\n', ""):
+        (source / "a.jsonl").write_text(text)
+        error = refusal(lambda: stream_to_jsonl(str(source), source.parent / "out.jsonl"))
+        assert field_of(error) == "--dataset-name"
     assert list(source.parent.iterdir()) == [source]
 
 
