@@ -28,6 +28,7 @@ from tools.plan.hardware import Ring
 from tools.plan.layers import in_one_stage
 from tools.plan.micro_batch import rank_on_meta
 
+OF_STAGES = ("pipeline", "embedding_group")  # axes that join pipeline stages
 WIDE = 4  # bytes of a gradient, master or moment, except in pure bf16
 NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")  # of a layer, in the name of a parameter
 THREE = PipelinePlan(3, layers=consecutive([1, 1, 1]))
@@ -74,17 +75,16 @@ class Model:
     """One rank's part of the whole model.
 
     rings: by axis or union of axes. replicas: axis over which the gradients of all weights are
-    summed. of_stages: axes that join pipeline stages. local: number of parameters of this rank.
-    own: of all ranks of its pipeline stage together, without padding; tied ones count at the first
-    stage that has them. buckets: each with the fraction of the last backward after which it is
-    full. arrivals: in the order of the backward, each parameter with the number of its bucket.
-    layers: buckets of each layer, in ZeRO stage 3. agreement: collectives once per step, of the
-    denominators of the loss, its terms, and the gradient norm.
+    summed. local: number of parameters of this rank. own: of all ranks of its pipeline stage
+    together, without padding; tied ones count at the first stage that has them. buckets: each with
+    the fraction of the last backward after which it is full. arrivals: in the order of the
+    backward, each parameter with the number of its bucket. layers: buckets of each layer, in ZeRO
+    stage 3. agreement: collectives once per step, of the denominators of the loss, its terms, and
+    the gradient norm.
     """
 
     rings: Mapping[str, Ring]
     replicas: str
-    of_stages: frozenset[str] = frozenset({"pipeline", "embedding_group"})
     local: int = 0
     own: int = 0
     buckets: Sequence[tuple[float, PlannedBucket]] = ()

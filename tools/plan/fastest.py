@@ -30,7 +30,7 @@ from megatron.config.parallel import STAGES, VIRTUAL
 from megatron.config.pretrain import PretrainConfig
 from megatron.errors import UsageError
 from tools.layouts.work import Work
-from tools.plan.buckets import WIDE, Model, axes_of
+from tools.plan.buckets import OF_STAGES, WIDE, Model, axes_of
 from tools.plan.hardware import Hardware
 from tools.plan.layouts import Candidate, Layouts
 from tools.plan.micro_batch import Trace
@@ -295,7 +295,7 @@ class Search(Layouts):
         return sum(
             number * call_seconds(step, call._replace(bytes=times * call.bytes), self.hardware)
             for call, number in work.calls.items()
-            if not call.beside and call.axis not in step.model.of_stages
+            if not call.beside and call.axis not in OF_STAGES
         )
 
     @cached_property

@@ -107,8 +107,8 @@ def check_sizes(config: PretrainConfig, gpus: int) -> None:
         config.check(gpus)
     except UsageError as error:
         allowed = error.args[2].replace(PROCESSES, "--gpus")
-        others = error.others
-        raise UsageError(error.flag, error.value, allowed, *others, works=error.works) from error
+        again = UsageError(error.flag, error.value, allowed, *error.others, works=error.works)
+        raise again from error
 
 
 def sizes(config: PretrainConfig) -> tuple[str, ...]:

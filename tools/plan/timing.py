@@ -37,6 +37,7 @@ from typing import Any
 
 from megatron.parallel.schedules import DURATIONS, simulate
 from tools.layouts.work import Call, Matmul, Work
+from tools.plan.buckets import OF_STAGES
 from tools.plan.hardware import Hardware, Ring
 from tools.plan.layers import Layer
 from tools.plan.trace import Step
@@ -159,7 +160,7 @@ def _of_rank(step: Step, hardware: Hardware) -> tuple[Seconds, float]:
     exposed, hidden = kernels.exposed, kernels.hidden
     for _, call in step.reductions:
         if call.axis != step.model.replicas:  # of parameters that stages or ranks of a model share
-            name = "stages" if call.axis in step.model.of_stages else "tensor"
+            name = "stages" if call.axis in OF_STAGES else "tensor"
             exposed[name] += call_seconds(step, call, hardware)
     data_exposed, data_hidden = _data_parallel(step, hardware, forward, backward)
     updating = step.updated / (hardware.optimizer_bandwidth or hardware.moved_per_second)
@@ -291,7 +292,7 @@ def _collectives(step: Step, work: Work, hardware: Hardware) -> Iterator[tuple[s
     # Messages beside the same matmuls share the link, and so the time in which they are hidden.
     together = defaultdict[tuple[Any, ...], list[tuple[int, float]]](list)
     for call, times in work.calls.items():
-        if call.axis in step.model.of_stages:
+        if call.axis in OF_STAGES:
             continue  # a message between stages: see predict
         collective, seconds = call if call.passes else None, call_seconds(step, call, hardware)
         together[call.axis, call.beside, collective].append((times, seconds))

@@ -187,12 +187,6 @@ def test_flops_of_a_bert_leave_out_what_fills_up_its_masked_tokens() -> None:
     assert step.executed_flops == of(filled, 30_592)
 
 
-def test_39_tflops_are_23_percent_mfu() -> None:
-    step = Step(preset("gpt2_scaling_1.2b"), 1, "fp16")
-    seconds = step.executed_flops / 39e12
-    assert step.flops / (seconds * 130e12) == pytest.approx(0.23, abs=0.003)
-
-
 def test_a_kind_of_ones_own_is_counted_as_it_is() -> None:
     """One layer, whatever --num-layers says, RMSNorm and shared keys: nothing knows of them."""
     config = preset("quickstart", OWN)
@@ -209,14 +203,11 @@ def test_a_kind_of_ones_own_is_counted_as_it_is() -> None:
 
 
 def test_lasting_memory_has_its_bytes_a_parameter() -> None:
-    """For GPT-2 XL on four ranks under ZeRO: 2 + 4 + 12 / 4, 2 + 16 / 4 and 16 / 4 bytes.
-
-    Pure bf16 has four numbers of two bytes.
-    """
+    """Pure bf16 has four numbers of two bytes; on four ranks ZeRO 3 has 16 / 4."""
     small = [Step(preset("gpt2_30m"), 1, precision) for precision in ("fp32", "bf16")]
-    zero = [Step(preset("gpt2_124m", XL, f"--zero-stage {n}"), 4, "bf16") for n in range(4)]
+    zero = Step(preset("gpt2_124m", XL, "--zero-stage 3"), 4, "bf16")
     pure = Step(preset("llama_tutorial", "--pure-bf16"), 1, "bf16")
-    for step, each in zip([*small, pure, *zero], (16, 18, 8, 18, 9, 6, 4), strict=True):
+    for step, each in zip([*small, pure, zero], (16, 18, 8, 4), strict=True):
         assert sum(step.lasting.values()) == pytest.approx(each * step.model.local, rel=1e-3)
     # In so small a model the logits take most, and are gone when the backward begins.
     assert all(0 < each.memory["one_layer"] < each.memory["logits"] / 2 for each in small)
@@ -286,14 +277,6 @@ def test_a_step_with_zero_takes_what_is_planned(
     ranks = mesh.data.size
     sent = [sum(n * each.sent(ranks) for each, n in calls.items()) for calls in (found, planned)]
     assert sent[0] == sent[1]
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_recomputation_keeps_less(device: str) -> None:
-    order = ("full", "selective", "none")
-    steps = [Step(preset("gpt2_124m", RECOMPUTED, each), 1, "bf16", device) for each in order]
-    kept = [step.trace.kept for step in steps]
-    assert kept == sorted(set(kept))
 
 
 @pytest.mark.skipif(not use_cpu_kernels, reason="torch's attention keeps other tensors")

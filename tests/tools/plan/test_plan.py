@@ -84,15 +84,6 @@ def test_a_plan_adds_up(tmp_path: Path) -> None:
     assert found["mfu"] == pytest.approx(useful)
 
 
-def test_settings_after_the_preset_win(tmp_path: Path) -> None:
-    cut = "--tensor-model-parallel-size 4 --sequence-parallel"
-    found = planned(tmp_path, f"{LARGE} --gpus 64 --hardware h200 --bf16 --no-fp16 {cut}")
-    model = found["model"]
-    assert (model["tensor"], model["data"], model["precision"]) == (4, 16, "bf16")
-    assert model["sequence_parallel"] is True
-    assert found["peak_flops_per_second"] == 989e12
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_preset_is_planned(name: str, tmp_path: Path) -> None:
     size = prod(preset(name).parallel.sizes.values())
