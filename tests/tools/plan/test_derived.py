@@ -187,6 +187,12 @@ def test_flops_of_a_bert_leave_out_what_fills_up_its_masked_tokens() -> None:
     assert step.executed_flops == of(filled, 30_592)
 
 
+def test_39_tflops_are_23_percent_mfu() -> None:
+    step = Step(preset("gpt2_scaling_1.2b"), 1, "fp16")
+    seconds = step.executed_flops / 39e12
+    assert step.flops / (seconds * 130e12) == pytest.approx(0.23, abs=0.003)
+
+
 def test_a_kind_of_ones_own_is_counted_as_it_is() -> None:
     """One layer, whatever --num-layers says, RMSNorm and shared keys: nothing knows of them."""
     config = preset("quickstart", OWN)
