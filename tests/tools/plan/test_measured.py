@@ -19,8 +19,8 @@ from tests.programs import start_ranks
 from tests.refusals import field_of, refusal
 from tests.tiny import mesh_of_ranks
 from tests.tools.plan.counted import preset
-from tools.doctor import description, links
-from tools.doctor.layers import Timed
+from tools.doctor import description, layers, links
+from tools.doctor.layers import Timed, Times
 from tools.plan import __main__ as plan
 from tools.plan.hardware import Hardware, Ring, load_hardware, read_hardware
 from tools.plan.layers import Layer, Shape, variants
@@ -290,6 +290,18 @@ def test_a_busy_machine_has_no_description() -> None:
     same = {"all_reduce": {"2": [(2**6, 1.0), (2**25, 1.0)]}}
     with patch.object(links, "tables", lambda *_: same), pytest.raises(RuntimeError, match="busy"):
         description.measure(serial_mesh(), 2)
+
+
+def test_layers_that_are_lost_in_noise_are_timed_again() -> None:
+    one, three = Times(1.0, 2.0, 0.1), Times(3.0, 6.0, 0.1)
+    for tries, is_timed in (([(three, one)] * 2 + [(one, three)], True), ([(one, one)] * 3, False)):
+        with patch.object(layers, "_times", side_effect=tries):
+            if is_timed:
+                (layer,) = layers.measure([preset("quickstart")], serial_mesh()).layers
+                assert (layer.forward, layer.backward) == (1.0, 2.0)
+            else:
+                with pytest.raises(RuntimeError):
+                    layers.measure([preset("quickstart")], serial_mesh())
 
 
 SIZES = (2**6, 2**10, 2**12)
