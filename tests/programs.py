@@ -201,6 +201,7 @@ def run_command(words: Sequence[str], folder: Path, accepts: Callable[[int], boo
 
 def _script(file: Path, words: Sequence[str]) -> None:
     sys.argv = [str(file), *words]
+    sys.path.insert(0, str(file.parent))  # where Python looks for what a program imports
     runpy.run_path(str(file), run_name="__main__")
 
 

@@ -232,7 +232,7 @@ def test_tokenizers(make: Make, kind: str) -> None:
 
 def added_in(parts: dict[str, Any]) -> dict[str, Any]:
     """The vocabulary's token "in" is added, too, and so it is read within every word."""
-    (new,) = added(parts["model"]["vocab"]["in"], "in")["added_tokens"]
+    (new,) = added(("in", parts["model"]["vocab"]["in"]))["added_tokens"]
     return {"added_tokens": [*parts["added_tokens"], new]}
 
 
