@@ -233,6 +233,8 @@ class Question:
         from megatron.data.files import write_atomically
 
         agents = Agents.of(os.environ)
+        if not contenders:
+            raise UsageError("--contenders", None, "some at these settings: there are none")
         if unknown := {*flags.contenders} - {each.name for each in contenders}:
             names = ", ".join(dict.fromkeys(each.name for each in contenders)) or "none"
             allowed = f"one of the contenders at these settings: {names}"

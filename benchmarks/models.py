@@ -3,8 +3,9 @@
     llama_tutorial   of source C of docs/sources.md: 12 layers, hidden size 768, 12 query and 3
                      key/value heads, vocabulary 50,000, sequences of 512 tokens
     llama, gpt2      4 layers of the same size; Llama with 4 key/value heads, GPT-2 with 12
-    vit_small        images of 32 x 32 pixels in patches of 4, 10 classes: hidden size 128 and 4
-    vit_tiny         layers, as in the preset vit_small_cpu, and 512 and 6, as in vit_tiny_cifar10
+    vit_small        4 layers, hidden size 128, as in the preset vit_small_cpu; images of 32 x 32
+                     pixels in patches of 4, 10 classes
+    vit_tiny         6 layers, hidden size 512, as in vit_tiny_cifar10; the same images
 
 By plan is the model as transformers builds it, sharded by parallelize() as in `--model
 huggingface`. On one rank the peer is the unmodified model with `sdpa`. On two it is transformers'
@@ -156,11 +157,6 @@ def plan_of_unmodified() -> dict[str, Any]:
     }
 
 
-WORDS = "--preset llama_tutorial --train-iters 3000 --micro-batch-size 2 --no-compile"
-DTYPES = {"fp32": "--no-bf16", "bf16": "--pure-bf16"}
-TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
-
-
 class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, kv_head_index: Tensor | None) -> None:
         """kv_head_index: index of the key/value head that each query head of this rank uses."""
@@ -286,7 +282,7 @@ def tutorial(
     return peers.Training(rank, config, model, model)
 
 
-UNMODIFIED = partial(peers.transformers_in_dtype, logits=None)
+UNMODIFIED = peers.transformers_in_dtype
 ONE = {OURS: steps.ours, TRANSFORMERS: UNMODIFIED}
 TUTORIAL = {
     SEQUENCE_PARALLEL: sequence_parallel,

@@ -282,16 +282,15 @@ def transformers_in_dtype(
     *,
     settings: type[PretrainConfig],
     plan: Callable[[], dict[str, Any]] | None = None,
-    logits: torch.dtype | None = torch.float32,
 ) -> Turn:
-    """Weights, gradients and moments are in the dtype of the flags. plan: of torch's
-    parallelize_module. logits: see causal_loss."""
+    """Weights, gradients, moments and logits are in the dtype of the flags. plan: of torch's
+    parallelize_module."""
     config = read(flags, rank.size, settings)
     model = transformers_model(config.model, open_samples(config)[1])
     model.to(rank.device, dtype_of(config))
     if plan is not None:
         parallel.parallelize_module(model, rank.mesh().device_mesh()["tensor"], plan())
-    return Training(rank, config, model, causal_loss(model, dtype=logits))
+    return Training(rank, config, model, causal_loss(model, dtype=None))
 
 
 CORE_NAMES = {  # theirs: ours; Transformer Engine's norms are part of the next matmul

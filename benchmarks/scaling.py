@@ -149,7 +149,7 @@ def train(rank: Rank, flags: list[str]) -> Turn:
 
 
 def along(rank: Rank, flags: list[str], samples: int | None) -> Turn:
-    steps.ours(Rank(), TINY.split())()
+    steps.ours(Rank(device_type=rank.device_type, local=rank.local), TINY.split())()
     peak, run = peak_memory(rank.device_type), steps.ours(rank, flags, samples=samples)
     ties = [axis for bucket in run.state.gradients.tied for axis in bucket.axes]
     with counting(run.state.mesh, ties) as counts:
@@ -183,7 +183,8 @@ def by_axis(
 def by_size(flags: Flags, axes: Sequence[AxisName]) -> Iterator[Contender]:
     """One rank at the sizes of each axis."""
     for axis, n in [(name, n) for name in axes for n in SIZES[name][1]]:
-        words = f"{ORIGINAL} {SIZES[axis][0]}".format(n=n, heads=n // 64).split()
+        small = steps.SMALL if flags.small else ""
+        words = f"{ORIGINAL} {small} {SIZES[axis][0]}".format(n=n, heads=n // 64).split()
         config = steps.read(words)
         # A GPU's attention computes the counted FLOPs, except for the scores in the backward.
         step, on_gpu = (Step(config, 1, "fp32", each) for each in (flags.device, "cuda"))
@@ -196,25 +197,28 @@ def by_size(flags: Flags, axes: Sequence[AxisName]) -> Iterator[Contender]:
 
 def result(found: Results) -> str:
     """The last measured point of each kind, or each axis on 4 ranks."""
+    said = []
     if OF_ONE in found.columns:
         pairs = ((row, found.cell(*row, OF_ONE)) for row in found.rows if row[1].endswith(FOUR))
-        said = "; ".join(
+        shares = "; ".join(
             f"{row[1].removesuffix(FOUR)} {cell.text('{:.2f}', is_ratio=True)}"
             for row, cell in pairs
             if cell
         )
-        return f"{OF_ONE}, on 4 ranks: {said or 'not measured'}."
+        said.append(f"{OF_ONE}, on 4 ranks: {shares or 'not measured'}.")
     if TIME in found.columns:
         times, memory = found.range(TIME), found.range(MEMORY)
-        return f"A step takes {times} of its seconds on paper, and {memory} of its memory on paper."
+        said.append(f"A step takes {times} of its seconds on paper, {memory} of its memory.")
+    if said:
+        return " ".join(said)
     cells = ((row, found.cell(*row, LINEAR)) for row in found.rows)
     last = {
         found.rounds[row][0]["kind"]: f"{cell.text('{:.1%}', is_ratio=True)} ({row[1]})"
         for row, cell in cells
         if cell
     }
-    said = "; ".join(f"{kind} {share}" for kind, share in last.items())
-    return f"Share of linear: {said or 'not measured'}."
+    shares = "; ".join(f"{kind} {share}" for kind, share in last.items())
+    return f"Share of linear: {shares or 'not measured'}."
 
 
 def contenders(

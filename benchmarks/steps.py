@@ -112,7 +112,9 @@ def draw_weights(state: TrainState) -> None:
     for each in state.optimizer.masters():
         each.local.zero_()  # padding
         for own, _ in each.spec.boxes(each.local):
-            draw(each.key, each.spec, own)
+            values = torch.empty_like(own, device=state.mesh.device)  # masters may be on the host
+            draw(each.key, each.spec, values)
+            own.copy_(values)
     state.optimizer.publish()
 
 

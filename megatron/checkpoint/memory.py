@@ -86,7 +86,8 @@ class MemoryCheckpoints:
         Raises UsageError on every rank if a host has no room for two checkpoints and, on several
         hosts, for those of its partner.
         """
-        start_id, save = secrets.token_hex(16), Path(config.save or "")
+        assert config.save is not None
+        start_id, save = secrets.token_hex(16), Path(config.save)
         own = [box for s in own_slices(slices, mesh) for box, _ in s.spec.boxes(s.local)]
 
         def write() -> None:

@@ -289,8 +289,15 @@ class Saver:
 
         def write() -> None:
             try:
-                given = directory, step, slices, facts, self._mesh, self._attached
-                report = save_checkpoint(*given, went_back_to=self._went_back_to)
+                report = save_checkpoint(
+                    directory,
+                    step,
+                    slices,
+                    facts,
+                    self._mesh,
+                    self._attached,
+                    went_back_to=self._went_back_to,
+                )
                 self._went_back_to = inf
                 seconds = time.monotonic() - start
                 removed, notes = self._retention.apply(directory)

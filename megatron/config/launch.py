@@ -64,7 +64,7 @@ def read_rank_info(environ: Mapping[str, str]) -> RankInfo:
 
     Raises ValueError if one is missing or wrong; none has a default.
     """
-    size = world_size(environ)
+    size, rank = world_size(environ), environ.get("RANK", "0")
     address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     if not address:
         raise UsageError("MASTER_ADDR", "''", "the host of rank 0; torchrun sets it")
@@ -72,7 +72,7 @@ def read_rank_info(environ: Mapping[str, str]) -> RankInfo:
         raise UsageError("MASTER_PORT", repr(port), "a free port", works=("MASTER_PORT=29500",))
     is_host = environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return RankInfo(int(environ["RANK"]), size, address, int(port), is_host, restarts)
+    return RankInfo(int(rank), size, address, int(port), is_host, restarts)
 
 
 def is_first(environ: Mapping[str, str]) -> bool:

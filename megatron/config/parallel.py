@@ -46,6 +46,7 @@ class ParallelConfig:
     is behind; longer than the longest save, evaluation or load."""
 
     def __post_init__(self) -> None:
+        check_parts(self, custom=False)
         positive(self, "tensor_model_parallel_size", "distributed_timeout_minutes")
         positive(self, "tensor_parallel_depth")
         mode, size = self.tensor_parallel_mode, self.tensor_model_parallel_size

@@ -291,16 +291,17 @@ def parse_table(program: type[Program], table: Mapping[str, Any]) -> Program:
 
 
 def _refuse_values(words: Sequence[str], types: Mapping[str, Any]) -> None:
-    """Raise UsageError for a path that is empty, as where a shell's variable is not set: it would
-    be the current folder; and for an integer that needs more than 64 bits."""
+    """Raise UsageError for an integer that torch cannot hold, and for a path that is empty, as
+    where a shell's variable is not set: it would be the current folder."""
     for word, *values in by_flag(words):
         name, equals, value = word.partition("=")
         kinds = types_within(types.get(field_of(name)))
         for each in [value] if equals else values:
             if Path in kinds and not each:
                 raise UsageError(name, "''", "a path")
-            if int in kinds and re.fullmatch(r"[+-]?\d{19,}", each) and abs(int(each)) >= 2**63:
-                raise UsageError(name, each, "an integer of at most 64 bits")
+            digits = re.fullmatch(r"[+-]?0*(\d{19,})", each.replace("_", ""))
+            if int in kinds and digits and (len(digits[1]) > 19 or int(digits[1]) >= 2**63):
+                raise UsageError(name, each[:40], "an integer below 2^63")
 
 
 def _check_types(words: Sequence[str], types: Mapping[str, Any]) -> None:

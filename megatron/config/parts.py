@@ -94,14 +94,16 @@ def misfit(part: Any, takes: Sequence[str], positional: int = 0) -> str:
     return ""
 
 
-def check_parts(config: Any) -> None:
+def check_parts(config: Any, *, custom: bool = True) -> None:
     """Raise UsageError for a part whose registry does not have it, and for one of one's own that is
-    not there or does not fit."""
+    not there or does not fit. custom: whether to look at those, which imports them."""
     for each in fields(config):
         registry, value = PARTS.get(each.name), getattr(config, each.name)
         for name in value if isinstance(value, tuple) else (value,):
             # Those of the registry fit, and would take seconds to import.
-            if registry is not None and name is not None and name not in registry.parts:
+            if registry is None or name is None or name in registry.parts:
+                continue
+            if custom or ":" not in name:
                 registry.find(name)
 
 

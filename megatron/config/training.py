@@ -15,6 +15,7 @@ from megatron.config.checks import (
     positive,
     share,
 )
+from megatron.config.parts import check_parts
 from megatron.errors import UsageError, flag
 
 SOURCES = {"mock_data", "data_path", "dataset_name", "dataset"}
@@ -58,6 +59,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         not_empty(self)
+        check_parts(self, custom=False)
         positive(self, "num_workers")
         excludes(self, "dataset", "data_path")
         excludes(self, "mock_data", *(each.name for each in fields(self) if each.name in OF_FILES))
@@ -286,6 +288,7 @@ class OptimizerConfig:
     """Largest global norm of the gradient; 0 disables clipping."""
 
     def __post_init__(self) -> None:
+        check_parts(self, custom=False)
         no_cpu = "as apex has no Adam of a CPU"
         excludes(self, "optimizer_impl", "optimizer_cpu_offload", because=no_cpu)
         excludes(self, "optimizer", "optimizer_impl", because="which is an AdamW")
@@ -521,6 +524,7 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         not_empty(self)
+        check_parts(self, custom=False)
         for one, other in (
             ("sample_interval", "sample_prompts"),
             ("profile_step_start", "profile_step_end"),

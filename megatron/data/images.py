@@ -257,6 +257,10 @@ def _list_cifar(folder: Path) -> tuple[list[str], dict[str, list[Origin]]]:
     names, classes = folder / CIFAR_NAMES, [str(number) for number in range(10)]
     if names.is_file():
         classes = names.read_text(encoding="utf-8", errors="replace").split()
+    for each in chain.from_iterable(splits.values()):
+        if each.label >= len(classes):
+            allowed = f"of labels below {len(classes)}; record {each.record} has {each.label}"
+            raise UsageError("--data-path", each.path, allowed)
     return classes, splits
 
 

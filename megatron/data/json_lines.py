@@ -81,7 +81,7 @@ def find_shards(paths: Sequence[Path], endings: Sequence[str] = (*LINES, TEXT)) 
             shards.append(path)
             continue
         if not path.is_dir():
-            raise UsageError("--input", path, "a file or a folder, and no pipe")
+            raise UsageError("--input", path, "a file or a folder that is there, and no pipe")
         if (path / WORK).exists() and not (path / MANIFEST).exists():
             text = f"--input {path} is the output of an unfinished step; its command again "
             raise ValueError(f"{text}finishes it")

@@ -338,11 +338,11 @@ def one_line_errors(flag: str, value: str, config: str | None = None) -> Iterato
     except ConnectionError as error:
         allowed = f"a local path where the hub cannot be reached ({one_line(error)})"
         raise UsageError(flag, value, allowed) from error
-    except RuntimeError as error:  # a folder with a script
-        raise UsageError(flag, value, f"a folder of data files ({one_line(error)})") from error
     except (OSError, datasets.exceptions.DatasetsError, pa.ArrowException) as error:
         allowed = f"data that can be read ({one_line(error.__cause__ or error)})"
         raise UsageError(flag, value, allowed) from error
+    except RuntimeError as error:  # a folder with a script
+        raise UsageError(flag, value, f"a folder of data files ({one_line(error)})") from error
     except ValueError as error:  # the library names the configs that are there
         if config:
             allowed = f"a configuration of {flag} {value} ({one_line(error)})"

@@ -212,7 +212,10 @@ class HuggingFaceConfig(KindConfig):
         """The longest sequence that the model can read; None if config.json does not say."""
         found: int | None = self.value(NAMES["positions"])
         if found is not None and self.described.get("model_type") in OFFSET:
-            return found - 1 - int(self.described.get("pad_token_id", 1))
+            if not isinstance(padding := self.described.get("pad_token_id", 1), int):
+                allowed = "one whose config.json has a pad_token_id, after which positions begin"
+                raise UsageError("--hf-model", self.hf_model, allowed)
+            return found - 1 - padding
         return found
 
     @property

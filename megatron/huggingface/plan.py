@@ -42,6 +42,8 @@ class Column:
     queries: int = 0
 
     def __post_init__(self) -> None:
+        if self.parts < 1:
+            raise PlanError(f"parts = {self.parts}: 1 and more work")
         if self.heads and (self.queries < self.heads or self.queries % self.heads):
             raise PlanError(f"queries = {self.queries} is no multiple of heads = {self.heads}")
 

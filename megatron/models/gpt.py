@@ -167,6 +167,9 @@ class MLP(nn.Module):
         return self.down(self.activation(self.up(x)).flatten(0, -2))
 
 
+OWN = ("megatron.models.", "megatron.parallel.")
+
+
 class TransformerLayer(nn.Module):
     """Pre-LN: the residual path has only additions."""
 
@@ -183,7 +186,9 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(config, factory)
         self.mlp_dropout = factory.dropout(config.hidden_dropout, f"{name}.mlp")
         self.maybe_checkpoint = maybe_checkpoint(config, factory, "full")
-        self.takes_sequences = factory.takes_sequences
+        # A layer of one's own takes [n, h] alone, as those of sequence parallelism do.
+        is_ours = all(type(each).__module__.startswith(OWN) for each in self.modules())
+        self.takes_sequences = is_ours and factory.stream.size == 1
 
     def __call__(self, x: Tensor, at: Sequences) -> Tensor:
         return self.maybe_checkpoint(super().__call__, x, at)

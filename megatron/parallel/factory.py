@@ -136,8 +136,6 @@ class LayerFactory:
         self.context = Context(mesh)
         self.tensor = mesh.tensor  # axis that cuts the layers
         self.stream = mesh.stream  # axis that cuts the rows of x: sequence parallelism
-        # Whether x may be [b, s, h], which a custom layer need not take.
-        self.takes_sequences = mesh.stream.size == 1 and not custom
         for name, maker in (custom or {}).items():
             setattr(self, name, partial(maker, mesh))
 

@@ -85,9 +85,9 @@ def add_matmul_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) -> None
 
 
 def sum_rows(x: Tensor, sequences: int) -> Tensor:
-    """The sum of the rows of x [n, f]; in a compiled graph first of each sequence, which a GPU's
-    kernel that writes x as [b, s, f] computes, too. To add up n rows, another one reads x: for two
-    biases of a GPT-2 layer an eighth of what all its elementwise kernels read and write."""
+    """The sum of the rows of x [n, f], in a compiled graph by sequence: the kernel of a GPU that
+    writes x as [b, s, f] computes such sums, too. A sum over n rows is a kernel of its own, which
+    reads x again: for two biases of a GPT-2 layer an eighth of all elementwise bytes."""
     if sequences == 1 or not torch.compiler.is_compiling():
         return x.sum(0)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -146,7 +146,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
 def rms_norm(
     x: Tensor, weight: Tensor, epsilon: float, *, rounds_before_weight: bool = False
 ) -> Tensor:
-    """weight x / sqrt(mean of x^2 + epsilon) of x [n, h], rounded once to its dtype.
+    """weight x / sqrt(mean of x^2 + epsilon) of x [.., h], rounded once to its dtype.
     rounds_before_weight: also rounded before multiplying by the weight, as in transformers."""
     if _by_cpu_kernels(x) and not torch.compiler.is_compiling():
         return norms.RMSNorm.apply(x, weight, epsilon, rounds_before_weight)

@@ -141,21 +141,28 @@ def weight_terms(dys: Sequence[Tensor], x: Tensor, views: Views) -> list[Tensor]
     return [kernels.matmul(dy.T, x.T).to(dtype) for dy, dtype in zip(dys, dtypes, strict=True)]
 
 
+OTHERS = 5  # arguments of _Multiply before the parameters
+
+
 class _Multiply(torch.autograd.Function):
     """`multiply`, with dx summed over weights and ranks, once. With return_input, x is also an
     output; gradients of its later uses are part of that sum."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, division: Gathered, views: Views, how: Any, *parameters: Any
+        ctx: Any,
+        x: Tensor,
+        division: Gathered,
+        views: Views,
+        return_input: bool,
+        sequences: int,
+        *parameters: Any,
     ) -> tuple[Tensor, ...]:
-        """how: (return_input, sequences). parameters: the weights, the biases, and handles of
-        views, see traced.py."""
+        """parameters: the weights, the biases, and handles of views, see traced.py."""
         count = len(views)
         weights, biases = parameters[:count], parameters[count : 2 * count]
         ctx.save_for_backward(x, *weights, *parameters[2 * count :])
-        ctx.division, ctx.views = division, views
-        return_input, ctx.sequences = how
+        ctx.division, ctx.views, ctx.sequences = division, views, sequences
         ctx.set_materialize_grads(not return_input)
         ys = division.outputs(x, _matrices(weights), biases)
         return (*ys, x.view_as(x)) if return_input else tuple(ys)
@@ -173,7 +180,7 @@ class _Multiply(torch.autograd.Function):
         returned_dx = [dx for dx in dys[count:] if dx is not None]
         dws: list[Tensor | None] = [None] * count
         dbs: list[Tensor | None] = [None] * count
-        numbers = [number for number in range(count) if needs_gradient[4 + number]]
+        numbers = [number for number in range(count) if needs_gradient[OTHERS + number]]
         used_views = [views[number] for number in numbers]
         is_deferred = all(view is not None and view.deferral.is_on for view in used_views)
         # All gathers start here, in the order of use: the last one overlaps with the matmuls of dx.
@@ -182,7 +189,7 @@ class _Multiply(torch.autograd.Function):
         compute_dx = division.start_dx(weights) if needs_gradient[0] else None
         compute_dws = division.start_dws(x) if numbers and not is_deferred else None
         for number, dy in enumerate(local_dys):
-            if needs_gradient[4 + count + number]:
+            if needs_gradient[OTHERS + count + number]:
                 dbs[number] = kernels.sum_rows(dy, ctx.sequences)
         gathered_dys = wait_for_dys()
 
@@ -206,7 +213,7 @@ class _Multiply(torch.autograd.Function):
         tokens = [None if view is None else view.token for view in views if handles]
         # torch 2.11 cannot trace `wait_for_dx and wait_for_dx()`.
         dx = None if wait_for_dx is None else wait_for_dx()
-        return dx, None, None, None, *dws, *dbs, *tokens
+        return dx, *[None] * (OTHERS - 1), *dws, *dbs, *tokens
 
 
 def _matrices(weights: Sequence[Tensor]) -> list[Tensor]:
@@ -246,8 +253,8 @@ def multiply(
         ys = division.outputs(x, _matrices(weights), biases)
         return (*ys, x) if return_input else tuple(ys)
     handles = [view and view.handle for view in views if torch.compiler.is_compiling()]
-    how = return_input, sequences
-    return _Multiply.apply(x, division, views, how, *weights, *biases, *handles)
+    how = division, views, return_input, sequences
+    return _Multiply.apply(x, *how, *weights, *biases, *handles)
 
 
 def linear(
@@ -409,7 +416,7 @@ class ParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, view = as_rows(self, x, self.width), self.gradient_views.get("weight")
-        bias, sequences = None if self.after else self.bias, 1 if x is rows else len(x)
+        bias, sequences = None if self.after else self.bias, len(x) if x.dim() > 2 else 1
         y = linear(rows, self.weight, bias, self.division, view=view, sequences=sequences)
         if self.after:
             y = add_bias(sum_terms(y, self.after), self.bias)
@@ -586,7 +593,7 @@ class Norm(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = as_rows(self, x, self.weight.shape[0])
-        if self.hidden.size == 1 and not kernels.is_on_cpu(x):
+        if is_whole := self.hidden.size == 1 and not kernels.is_on_cpu(x):
             rows = x  # a GPU's compiler fuses it with sums of [b, s, h] if it has these dims, too
         if self.hidden.size > 1:
             y = normalise(rows, self.weight, self.bias, self.epsilon, self.hidden)
@@ -594,7 +601,7 @@ class Norm(ShardedModule):
             y = kernels.rms_norm(rows, self.weight, self.epsilon)
         else:
             y = kernels.layer_norm(rows, self.weight, self.bias, self.epsilon)
-        return y if rows is x else as_before(y, x.shape[:-1])
+        return y if is_whole else as_before(y, x.shape[:-1])
 
 
 class LayerNorm(Norm):

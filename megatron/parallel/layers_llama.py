@@ -103,7 +103,8 @@ class GroupedQueryLinear(ShardedModule):
             bias = None if bias is None else bias[:, self.rows]
         weights, biases = [self.query, weight], [self.query_bias, bias]
         rows = layers.as_rows(self, x, self.width)
-        q, kv = layers.multiply(rows, weights, biases, views, self.division)
+        sequences = len(x) if x.dim() > 2 else 1
+        q, kv = layers.multiply(rows, weights, biases, views, self.division, sequences=sequences)
         q, k, v = (layers.as_before(each, x.shape[:-1]) for each in (q, *kv.chunk(2, dim=1)))
         return q, k, v
 

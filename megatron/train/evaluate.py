@@ -152,8 +152,16 @@ def validate(
         return None
     samples = min(samples, data.samples_per_epoch)  # a smaller split is evaluated whole
     objective = getattr(state.objective, "measured", state.objective)
-    others = state.mesh, state.pipeline, wants_stop
-    terms = mean_losses(state.model, objective, data, samples, micro_batch_size, *others)
+    terms = mean_losses(
+        state.model,
+        objective,
+        data,
+        samples,
+        micro_batch_size,
+        state.mesh,
+        state.pipeline,
+        wants_stop,
+    )
     loss, first = sum(terms[name] for name in state.objective.terms), next(iter(terms.values()))
     line = {
         "step": state.step,

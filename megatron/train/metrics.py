@@ -184,12 +184,12 @@ def mark_rewound(path: Path, start: int) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         before = path.read_bytes() if path.exists() else b""
-        first = next(_lines(before), {"rewound": True})
-        # After a power cut a file may begin with zeros.
-        if before[:1] not in (b"", b"{", b"\0") or first.keys().isdisjoint(("step", "rewound")):
+        lines, marked = [*_lines(before)], ""
+        # A kill may leave one line that is torn, and a power cut a file that begins with zeros.
+        is_record = any("step" in line for line in lines) or len(lines) < 2 or before[:1] == b"\0"
+        if before[:1] not in (b"", b"{", b"\0") or not is_record:
             raise UsageError(str(path), None, "the record of a run, or a new file")
-        marked = ""
-        for line in _lines(before):
+        for line in lines:
             stands = start > 0 and line.get("step", 0) <= start
             marked += json.dumps(line if stands else {**line, "rewound": True}) + "\n"
         if marked.encode() != before:

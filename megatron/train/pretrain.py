@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pkgutil import resolve_name
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.resume import Start, data_fingerprint, find_start, run_id
@@ -113,24 +114,32 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             raise SystemExit(exit_code)
 
 
+OF_A_HOST = {"data_path", "dataset", "dataset_name", "vocab_file", "merge_file", "cache_dir"}
+OF_A_HOST |= {"num_workers", "load", "save", "metrics_file", "tensorboard_dir", "sample_prompts"}
+OF_A_HOST |= {"hf_model", "plan"}
+"""Settings that may differ between hosts: paths, whose content is compared where it counts."""
+READ = {"hf_config": "hf_model", "plan_text": "plan"}  # what was read there
+
+
 def require_one_run(config: PretrainConfig, inputs: Inputs, mesh: Mesh) -> None:
-    """Raises UsageError, the same on every rank, if two ranks would read different samples or train
-    another model, or in another way: their gradients would be summed all the same."""
-    source, *values = config.data.source
+    """Raises UsageError, the same on every rank, if two ranks have other settings, as by a preset
+    that is another file on another host, or would read other samples: one would wait for the other,
+    or their gradients would be summed all the same."""
+    source, *_ = config.data.source
     data, samples = data_fingerprint(inputs.corpus.identity), inputs.train.samples_per_epoch
-    settings: dict[str, Any] = {source: f"data {data} of {samples} samples"}
-    # Those of a preset, which may be another file on another host.
-    parts = config.model, config.parallel, config.training, config.optimizer, config.precision
-    for each in parts:
-        settings |= {flag(field.name): getattr(each, field.name) for field in fields(each)}
+    settings = {source: f"data {data} of {samples} samples"}
+    for part in fields(config):
+        own = getattr(config, part.name)
+        for name in (each.name for each in fields(own) if each.name not in OF_A_HOST):
+            settings[flag(READ.get(name, name))] = str(getattr(own, name))
     first, *others = mesh.control.gather(settings)
     for rank, other in enumerate(others, start=1):
         for name, value in first.items():
             if other[name] != value:
-                allowed = f"the same for all ranks: rank 0 has {value}, and rank {rank} "
-                allowed += f"{other[name]}; files that all of them see work"
-                given = (" ".join(values) or None) if name == source else value
-                raise UsageError(name, given, allowed)
+                both = (
+                    f"rank 0 has {shorten(value, 80)}, and rank {rank} {shorten(other[name], 80)}"
+                )
+                raise UsageError(name, None, f"the same for all ranks: {both}")
 
 
 @dataclass(frozen=True, kw_only=True)

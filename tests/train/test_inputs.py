@@ -82,7 +82,9 @@ RANKS = [  # (flags of two ranks, the flag that is refused)
     (("--lr 1e-3", "--lr 2e-3"), "--lr"),
     (("", "--train-iters 2"), "--train-iters"),
     (("--num-layers 2", "--num-layers 3"), "--num-layers"),
-    (("--vocab-size 64", "--vocab-size 65"), "--data-path"),
+    (("--log-interval 2", "--log-interval 3"), "--log-interval"),
+    (("", "--save x --save-interval 3"), "--save-interval"),
+    (("--save x", "--save y"), None),
 ]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from megatron.config.checks import non_negative, positive
+from megatron.config.checks import excludes, non_negative, positive
 from megatron.config.parse import parse_table
 from megatron.errors import UsageError, field_of, flag, setting
 
@@ -85,9 +85,9 @@ class Times:
     def __post_init__(self) -> None:
         non_negative(self, "seed", "count")
         positive(self, "every_seconds", "every_steps")
-        if (self.every_seconds is None) == (self.every_steps is None):
-            allowed = "given alone, or every_steps: one of them"
-            raise UsageError("--every-seconds", self.every_seconds, allowed)
+        excludes(self, "every_seconds", "every_steps")
+        if self.every_seconds is None and self.every_steps is None:
+            raise UsageError("--every-seconds", None, "given, or every_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +145,11 @@ def _tables(content: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _settings(kind: type[T], table: Mapping[str, Any]) -> T:
-    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+    whole: Any = Schedule if kind is Times else kind
+    names = [each.name for each in fields(whole)]
     for key in table:
-        if key not in names:
-            raise UsageError(flag(key), table[key], f"one of the keys {', '.join(names)}")
+        if key not in names:  # shown as it stands, with its hyphens
+            raise UsageError(key, table[key], f"one of the keys {', '.join(names)}")
     if "kind" in names and "kind" not in table:
         raise UsageError("--kind", None, f"given, as one of {', '.join(get_args(Kind))}")
     return parse_table(kind, table)
