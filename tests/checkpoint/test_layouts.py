@@ -35,9 +35,11 @@ from megatron.parallel.initialize import materialize
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.sharding import TensorSlice, gather_whole, replicated, sharding_specs
+from megatron.train.machine import environment
 from megatron.train.pretrain import build
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
+from megatron.train.trained import changes_on_resume
 from tests.checkpoint.saving import load, names, save, saver_into, train
 from tests.config.test_checks import settings
 from tests.dist import Pool, on_ranks
@@ -290,6 +292,15 @@ def test_a_checkpoint_of_98c61ae_is_resumed(
         # and versions of torch may add in another order. Without the moments they differ by 1e-3.
         assert losses == pytest.approx(OLD_LOSSES, rel=1e-6)
     assert read_manifest(OLD / "step_00000003")["run"] == "0123456789abcdef"
+
+
+def test_a_switch_of_the_first_checkpoints_is_stage_1() -> None:
+    mesh = serial_mesh()
+    saved = read_manifest(OLD / "step_00000003") | {"environment": environment(mesh)}
+    saved["config"]["parallel"] = {"use_distributed_optimizer": True}
+    state: Any = SimpleNamespace(mesh=mesh, kernel_seed=None)
+    (said,) = changes_on_resume(saved, saved, state, 2)
+    assert "--zero-stage is 2, and was 1" in said
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.resume import Start, changes, check_start, find_start, newest_readable
+from megatron.checkpoint.resume import (
+    Start,
+    changes,
+    check_start,
+    data_fingerprint,
+    find_start,
+    newest_readable,
+)
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.errors import UsageError
@@ -67,6 +74,13 @@ STARTS: list[tuple[list[str], list[str]]] = [
     (AHEAD + ONE[1:], ["--load one/step_00000004 --save ahead"]),
     (["tuned/step_00000002"], ["--load one --save tuned --finetune"]),
 ]
+
+
+def test_a_fingerprint_of_data_covers_each_part() -> None:
+    facts = {"vocab_size": 51, "tokenizer": "f", "data": ["1 of x"]}
+    others = {"vocab_size": 52, "tokenizer": "g", "data": ["1 of y"]}
+    changed = [facts, *({**facts, key: value} for key, value in others.items())]
+    assert len({*map(data_fingerprint, changed)}) == 4
 
 
 def test_start_from_the_furthest_checkpoint(runs: Path) -> None:

@@ -8,7 +8,7 @@ import re
 import shlex
 import signal
 import warnings
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
 from math import prod
@@ -102,6 +102,17 @@ def test_a_signal_ends_a_program_that_reads_its_arguments(
         parse_part(Terminated, [], {})
     assert stop.value.code == SIGNALS["SIGTERM"]
     assert "SIGTERM" in capfd.readouterr().err
+
+
+def test_a_second_ctrl_c_alone_ends_a_step(capfd: pytest.CaptureFixture[str]) -> None:
+    for name in SIGNALS:
+        with StopSignals() as signals:
+            signals.arm()
+            signal.raise_signal(signal.Signals[name])
+            assert signals.received == name
+            with pytest.raises(SystemExit) if name == "SIGINT" else nullcontext():
+                signal.raise_signal(signal.Signals[name])
+    assert capfd.readouterr().err.count("ended by") == 1
 
 
 def test_presets_are_named_where_sizes_are_missing() -> None:
@@ -268,9 +279,10 @@ def test_a_missing_preset_names_the_nearest(tmp_path: Path) -> None:
     ):
         error = refusal(partial(pretrain, "--preset", given), kind=UsageError)
         assert error.works == ("--preset", nearest)
-    words = ["--preset", "vit_tiny"]  # those of fine-tuning fit, too
-    error = refusal(lambda: parse(PretrainViTConfig, words, {}), kind=UsageError)
-    assert error.works == ("--preset", "vit_tiny_cifar10")
+    for given in ("vit_tiny", "race_tiny"):  # those of fine-tuning fit, too
+        words = ["--preset", given]
+        error = refusal(partial(parse, PretrainViTConfig, words, {}), kind=UsageError)
+        assert error.works == ("--preset", "vit_tiny_cifar10")
     words = ["--preset", "quickstrat", "--load", "x"]  # of a program that no preset fits
     error = refusal(lambda: parse(TrainedConfig, words, {}), kind=UsageError)
     assert (error.flag, error.works) == ("--preset", ())

@@ -1,5 +1,6 @@
 """Parts of one's own: registries, names that are refused, and what --print-config prints."""
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import pretrain
 from megatron.config.parse import parse, user_errors
-from megatron.config.parts import PARTS, register_part
+from megatron.config.parts import PARTS, register_part, see_modules_in
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.models.build import build_on_meta
 from megatron.parallel.collectives import all_reduce
@@ -94,6 +95,14 @@ def test_a_part_that_does_not_fit_is_refused_with_file_and_line(
     assert named in said
 
 
+def test_modules_of_a_folder_come_after_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.path", before := [*sys.path])
+    see_modules_in(str(tmp_path))
+    assert before[-1] == str(tmp_path)
+
+
 def slim_norm(mesh: Any, hidden_size: int) -> torch.nn.Module:
     return torch.nn.Identity()
 
@@ -106,8 +115,9 @@ def test_a_layer_that_does_not_fit_is_refused() -> None:
         (f"factory={HERE}slim_norm", "custom"),
         ("layer_norm", "module:name"),
         ("rms_norm=megatron.api:RMSNorm", "gpt2"),  # which has none
+        (" ".join(["rms_norm=megatron.api:RMSNorm"] * 2), "given once"),
     ):
-        config = tiny_config(layers=(layer,))
+        config = tiny_config(layers=tuple(layer.split()))
         refusal(partial(build_on_meta, config, serial_mesh(), VOCABULARY), named, field="--layers")
 
 

@@ -142,6 +142,9 @@ def test_samples_are_logged_at_their_interval_and_change_nothing(tmp_path: Path)
     run(tmp_path / "left", [samples_of(file)], train_iters=5, exit_interval=3)
     steps = [line["step"] for line in lines(tmp_path / "left") if "sample" in line]
     assert steps == [2, 2, 3, 3], "also at another end"
+    run(tmp_path / "even", [samples_of(file)], train_iters=4)
+    steps = [line["step"] for line in lines(tmp_path / "even") if "sample" in line]
+    assert steps == [2, 2, 4, 4], "once at the end"
     losses = [
         [line["loss"] for line in lines(folder) if "loss" in line] for folder in (plain, written)
     ]

@@ -92,9 +92,10 @@ def outcome(
         losses.append(train_step(state, steps.micro_batches(step, mesh), lr).loss)
     # By twos five batches, of which two ranks have unequal numbers.
     examples = [*make_examples(head, 8, 2), replace(make_examples(head, 1, 3)[0], label=())]
-    state.model.train()
-    logits = logits_of(state.model, config, mesh, examples, micro, "")
-    assert state.model.training, "left as it was found"
+    for was_training in (False, True):
+        state.model.train(was_training)
+        logits = logits_of(state.model, config, mesh, examples, micro, "")
+        assert state.model.training == was_training, "left as it was found"
     for row, example in zip(logits, examples, strict=True):
         assert row.shape == {"classifier": (2,), "choice": (3,), "span": (example.longest, 2)}[head]
     return losses, logits, tiny.whole_slices(state.weights())
@@ -239,7 +240,7 @@ def test_optimizer() -> None:
     rates = [learning_rate(OPTIMIZER, update, 7) for update in range(1, 8)]
     assert rates == pytest.approx([5e-4, 1e-3, 8e-4, 6e-4, 4e-4, 2e-4, 0.0])
     config = finetune.optimizer_config(replace(SETTINGS, weight_decay=0.3, clip_grad=0.7), 3)
-    assert (config.weight_decay, config.clip_grad) == (0.3, 0.7)
+    assert (config.weight_decay, config.clip_grad, config.lr_decay_iters) == (0.3, 0.7, 4)
 
 
 def test_record_of_training(tuned: Tuned, pretrained: Path) -> None:

@@ -274,6 +274,8 @@ def test_best_spans(squad: Squad) -> None:
 def test_best_contexts_of_unequal_windows() -> None:
     # A long window has no say in the tokens after its end.
     assert best_contexts(np.array([[0, 300], [290, 302]]))[1][-2:].all()
+    # It decides between contexts that are nearly equal.
+    assert best_contexts(np.array([[0, 300], [250, 350]]))[0][275]
 
 
 def test_real_questions_are_read_back(test_data: Path) -> None:

@@ -56,6 +56,13 @@ def test_problems_and_cures(tmp_path: Path) -> None:
     assert found["speed"]["product, fp32"]["flops_per_second"] > 0
 
 
+def test_a_speed_is_that_of_all_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "seconds", lambda call, device: 0.125)
+    (fact, *_) = machine.speed(torch.device("cpu"))
+    assert isinstance(fact, Fact)
+    assert fact.value["flops_per_second"] == 2 * 512**3 / 0.125
+
+
 def test_two_processes(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     words = ["--tensor-model-parallel-size", 2, "--json", file]

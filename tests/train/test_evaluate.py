@@ -1,4 +1,5 @@
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from megatron.models.registry import config_of
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.evaluate import mean_losses, whole_logits
+from megatron.train.evaluate import mean_losses, validate, whole_logits
 from megatron.train.signals import Stopped
 from tests.bert import bert_config, bert_samples
 from tests.dist import Pool
@@ -117,6 +118,21 @@ def test_logits_are_whole_where_the_ranks_do_not_divide_a_text(gloo: Pool) -> No
     for world, layout in ((2, "context=2"), (4, "tensor=2,context=2:p2p")):
         for found in gloo.run(world, logits_of_seven_tokens, layout):
             torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_a_validation_says_what_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a split smaller than --eval-iters is read whole."""
+    found = {"loss": 1.5, "top1": 0.5, "top5": 0.75}
+    monkeypatch.setattr("megatron.train.evaluate.mean_losses", lambda *_: found)
+    objective = SimpleNamespace(terms=("loss",), measured=SimpleNamespace(terms=tuple(found)))
+    facts = {"step": 3, "samples": 6, "model": None, "mesh": None, "pipeline": None}
+    state: Any = SimpleNamespace(**facts, objective=objective)
+    data: Any = SimpleNamespace(samples_per_epoch=5)
+    written, said = list[dict[str, Any]](), list[str]()
+    sizes = {"samples": 8, "micro_batch_size": 2}
+    validate(state, data, **sizes, wants_stop=bool, write=written.append, log=said.append)
+    assert said == ["step 3 | validation loss 1.5000 (top1 0.5000, top5 0.7500)"]
+    assert [line["validation_samples"] for line in written] == [5]
 
 
 @pytest.mark.parametrize(("was", "granularity"), [(False, "none"), (True, "full")])

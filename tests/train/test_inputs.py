@@ -66,6 +66,18 @@ def test_no_shuffle_takes_the_order_of_the_file(tmp_path: Path, kind: str) -> No
         assert (highest == sorted(highest)) == (order == "--no-shuffle")
 
 
+@pytest.mark.parametrize("has_made_it", [True, False])
+def test_a_checkpoints_tokenizer_is_that_of_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_made_it: bool
+) -> None:
+    tokenizer = write_data_of_tokenizer(tmp_path / "p", [[1, 2, 3, 260]] * 20, beside=False)
+    if not has_made_it:
+        tokenizer.fingerprint = "another"
+    monkeypatch.setattr("megatron.train.inputs.saved_tokenizer", lambda load: tokenizer)
+    found = open_kind("gpt2", tmp_path, "--split=1,0,0").tokenizer
+    assert found is (tokenizer if has_made_it else None)
+
+
 @pytest.mark.parametrize(
     ("kind", "samples"), [(PretrainGPT2Config, random_text), (PretrainBertConfig, random_pairs)]
 )

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -217,6 +218,15 @@ def test_a_failing_logger_is_closed(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert steps_that_stand(path) == [1, 2, 3, 4]
 
 
+def test_an_end_without_an_error_waits_for_a_slow_logger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.train.metrics.GRACE", 0.0)
+    logger = Recorder()
+    logger.close, close = (lambda code: [time.sleep(0.2), close(code)]), logger.close
+    with metrics(None, callbacks=[logger]):
+        pass
+    assert logger.exit_codes == [0]
+
+
 @pytest.mark.parametrize(
     ("error", "code", "ended"),
     [
@@ -244,11 +254,13 @@ def test_an_error_is_the_last_line(
     assert every_line(path)[-1] == last
 
 
-def test_loggers_get_the_exit_code_of_the_last_line() -> None:
-    logger = Recorder()
-    with metrics(None, callbacks=[logger]) as file:
+def test_loggers_get_the_exit_code_of_the_last_line(tmp_path: Path) -> None:
+    logger, path = Recorder(), tmp_path / "metrics.jsonl"
+    with suppress(SystemExit), metrics(path, callbacks=[logger]) as file:
         file.write({"step": 3, "ended": "SIGTERM", "exit_code": 75})
+        raise SystemExit(75)
     assert logger.exit_codes == [75]
+    assert len(every_line(path)) == 1, "its end is said once"
 
 
 @pytest.mark.parametrize(("place", "is_first"), [("file", True), ("events", False)])

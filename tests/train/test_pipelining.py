@@ -254,6 +254,12 @@ def test_a_weight_that_no_stage_has_is_refused(tmp_path: Path) -> None:
     assert "stray" in str(refusal(lambda: state.load(read_checkpoint(report.path))))
 
 
+@on_ranks(2)
+def test_a_tied_embedding_counts_once() -> None:
+    alone = tiny_state(serial_mesh(), tiny_config(num_layers=3))
+    assert staged(2).describe()["parameters"] == alone.describe()["parameters"]
+
+
 @pytest.mark.parametrize(("ranks", "axis"), [(2, "pipeline"), (3, "embedding_group")])
 @on_ranks("ranks")
 def test_a_tied_embedding_that_drifts_is_named(ranks: int, axis: str) -> None:

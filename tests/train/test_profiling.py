@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,6 +171,18 @@ def test_a_profile_has_the_steps_that_are_asked_for(tmp_path: Path) -> None:
         assert names.count(STEP) == steps
         operators = [each["name"] for each in events]
         assert operators.count("aten::embedding") == 2 * 4 * steps, "two of four micro-batches"
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "is_left"), [(1, 4, 0), (1, 5, 1), (9, 9, 1), (10, 20, 0)]
+)
+def test_a_profile_without_a_step_is_said(first: int, last: int, is_left: bool) -> None:
+    """The run goes on from step 4 to step 9."""
+    profiler, said = Profiler(first, last, Path()), list[str]()
+    state = SimpleNamespace(step=4)
+    profiler.training = SimpleNamespace(state=state, steps=9, log=said.append)
+    profiler.pre_train()
+    assert bool(said) != is_left
 
 
 def test_the_table_has_mean_and_range_of_each_part() -> None:

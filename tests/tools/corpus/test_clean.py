@@ -225,7 +225,7 @@ def test_long_english_documents_stay_with_all_their_fields(tmp_path: Path) -> No
     assert facts["languages"] == {"de": 1, "en": 2, "un": 2}
     assert (facts["repaired"], facts["unit_of_length"]) == (1, "pieces")
     assert facts["lengths"]["after"] == {"512": 1}
-    assert facts["lengths"]["before"] == {"4": 1, "32": 1, "512": 1, "1024": 2}
+    assert [*facts["lengths"]["before"].items()] == [("4", 1), ("32", 1), ("512", 1), ("1024", 2)]
 
 
 def test_any_language_may_stay_but_no_empty_text(tmp_path: Path) -> None:

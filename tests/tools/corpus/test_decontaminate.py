@@ -126,13 +126,15 @@ def test_a_cut_takes_200_characters_on_either_side(tmp_path: Path) -> None:
     left, right, hit = filler(rng, 200) + "; ", "? " + filler(rng, 200), ", ".join(GRAM).upper()
     record = {"text": left + hit + right, "id": 7, "source": "web", "url": "u"}
     unnamed = {"text": f"{' '.join(GRAM)} {'x' * 300}"}  # which gets the name of the text it had
-    records, found = decontaminate(tmp_path, [record, unnamed], evaluation_file(tmp_path))
+    touching = {"text": f"{' '.join(GRAM)} {'y' * 398} {' '.join(GRAM)}"}  # whose cuts are one
+    given = [record, unnamed, touching]
+    records, found = decontaminate(tmp_path, given, evaluation_file(tmp_path))
     assert records == [
         {"text": left[:-200], "id": "7-0", "source": "web", "url": "u"},
         {"text": right[200:], "id": "7-1", "source": "web", "url": "u"},
         {"text": "x" * 101, "id": hashlib.sha256(unnamed["text"].encode()).hexdigest()[:32]},
     ]
-    assert (found["pieces"], found["documents_cut"], found["cuts"]) == (1, 2, 2)
+    assert (found["pieces"], found["documents_cut"], found["cuts"]) == (1, 3, 3)
 
 
 def test_short_pieces_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -169,7 +171,7 @@ def test_evaluation_articles_leave_wikipedia_by_title_and_by_overlap(tmp_path: P
     much = " ".join(body[:23]) + " " + " ".join(f"new{k}" for k in range(89))
     records = [
         {"id": "title", "title": "M-82 (road)", "text": "Something else", "source": "wikipedia"},
-        {"id": "line", "text": "M-82 (Road)\n\nSomething else", "source": "wikipedia"},
+        {"id": "line", "text": "\n M-82 (Road)\n\nSomething else", "source": "wikipedia"},
         {"id": "other", "title": "M-82", "text": "M-82 (Road)\n\nIt", "source": "wikipedia"},
         {"id": "web", "title": "M-82 (Road)", "text": "Something else", "source": "web"},
         {"id": "much", "text": much, "source": "wikipedia"},

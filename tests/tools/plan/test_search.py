@@ -24,7 +24,7 @@ from tools.plan.hardware import Hardware, load_hardware
 from tools.plan.layers import in_one_stage
 from tools.plan.micro_batch import MIDDLE, MicroBatch, rank_on_meta, trace_at
 from tools.plan.quick import QuickStep, layer_trace
-from tools.plan.search import flags, settings, varied
+from tools.plan.search import flags, near, settings, varied
 from tools.plan.software import error_band
 from tools.plan.timing import predict
 from tools.plan.trace import Step, idle_share
@@ -37,6 +37,13 @@ EIGHT = "quickstart --num-layers 8"
 STAGES, VIRTUAL = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
 TENSOR, MODE = "--tensor-model-parallel-size", "--tensor-parallel-mode"
 SEQUENCE = "--sequence-parallel"
+
+
+def test_one_tensor_parallel_rank_cuts_no_sequence() -> None:
+    config = preset(EIGHT, f"{TENSOR} 2 {SEQUENCE} --global-batch-size 64")
+    found = [each.parallel for each in near(config, 2)]
+    sizes = {(each.tensor_model_parallel_size, each.sequence_parallel) for each in found}
+    assert sizes == {(1, False), (2, True)}
 
 
 @pytest.mark.parametrize(
