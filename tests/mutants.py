@@ -241,8 +241,8 @@ row-bias-not-partial
 - x_columns=mesh.tensor, y_rows=(mesh.stream,), after=g)
 + x_columns=mesh.tensor, after=g)
 row-bias-added-by-each-rank | parallel/test_layers::test_layers_equal
-- bias, sequences = None if self.after else self.bias, 1
-+ bias, sequences = self.bias, 1
+- bias, sequences = None if self.after else self.bias, len(x)
++ bias, sequences = self.bias, len(x)
 norm-gradient-not-summed
 - if is_inside else mesh.partial_axes
 + if is_inside else (mesh.replicas,)
