@@ -12,8 +12,8 @@ every value that it reads, so a GPU runs out of work. A step reads once: loss, g
 votes together. On a CPU nothing waits, but reads are counted in the same way.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 from collections.abc import Iterator
 from itertools import product

@@ -7,8 +7,8 @@ memory); MB/s count until all is on the disk. Files to read are dropped from the
 host of a virtual machine has its own cache.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import atexit
 import os

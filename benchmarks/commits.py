@@ -8,8 +8,8 @@ they have to be equal bit for bit, or within --tolerance. Dropout by coordinates
 elements than dropout before commit 681c802.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import ctypes
 import os

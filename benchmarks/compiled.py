@@ -9,8 +9,8 @@ guards are the conditions that each call of a layer checks. Host time is forward
 compiled GPT-2 blocks of hidden size 64 on 16 tokens, gradients included.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

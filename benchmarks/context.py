@@ -18,8 +18,8 @@ is divided without loss, the time by the number of ranks is that of one rank wit
 
 from __future__ import annotations
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import shlex
 from collections.abc import Callable, Iterator

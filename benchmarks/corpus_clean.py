@@ -8,8 +8,8 @@ lines without a full stop) were split by hand before any library was run on them
 the whole of tools/corpus/clean.py, from jsonl to jsonl. MB are 10^6 bytes of UTF-8 text.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

@@ -10,8 +10,8 @@ Known pairs from 0.7 up that are missed, and documents removed without reason, a
 fails where they are more than 0.1 % of the documents.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -7,8 +7,8 @@ Keys are random; about every tenth is also that of another row. All have to find
 Memory is the peak of a process without its imported modules.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -9,8 +9,8 @@ has those of the tasks only, from run.json, and the power of the corpus size by 
 from the smallest corpus on. MB are 10^6 bytes of JSON lines.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import json
 import math

@@ -14,8 +14,8 @@ process with two compute threads. Waiting is the time in next() of the batches, 
 first step, which always waits. With --pad longer documents are tokenised whole, and then cut.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import os
 import shlex

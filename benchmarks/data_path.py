@@ -9,8 +9,8 @@ the parts that opening reads, its index and all its tokens are holes. Memory is 
 and the growth over all steps after the first ones.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import os
 import subprocess

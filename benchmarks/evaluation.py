@@ -7,8 +7,8 @@ transformers' tokenizer, `GPT2LMHeadModel` and `cross_entropy`, one window at a 
 differ by more than a relative 1e-6 report nothing.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import os
 from collections.abc import Iterator

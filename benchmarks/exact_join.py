@@ -8,8 +8,8 @@ the step's --jaccard or more are an edge; of each connected component the docume
 The status is 1 where the step kept others.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import json
 import sys

@@ -6,8 +6,8 @@ differ reports nothing. t = 1 is one process with two threads. t = 2 is two gloo
 thread each, and only this project: the peer is not sharded.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -24,8 +24,8 @@ ranks from the first turn on, without imported modules.
 
 from __future__ import annotations
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence

@@ -7,8 +7,8 @@ works in place on a CPU. Memory is the peak of a step on all ranks, without the 
 states and the gradients of both.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 from collections.abc import Iterator
 from itertools import product

@@ -18,8 +18,8 @@ the number in flight in the schedule. Ranks are processes with one thread each o
 gloo; the figures say nothing about NCCL.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence

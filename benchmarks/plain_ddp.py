@@ -9,8 +9,8 @@ time from the events that it writes, see tools/chaos/probe.py. It imports torch 
 restarts are measured.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import argparse
 import json

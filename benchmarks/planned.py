@@ -12,8 +12,8 @@ number of ranks whose times differ by more than 5 %, if the predicted times are 
 measured ones.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import json
 import os

@@ -7,8 +7,8 @@ others on a plain process group, with a model so small (t = 2, fp32, 2 layers of
 tokens) that a step is mostly collectives: an upper bound. There a turn is 100 steps.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import atexit
 from collections.abc import Iterator

@@ -26,8 +26,8 @@ step's FLOPs (half for causal attention) at the speed of the first point, which 
 original model; its memory on paper is that of tools/plan.py.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import os
 import sys

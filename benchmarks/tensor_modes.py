@@ -21,8 +21,8 @@ with matmuls, and where a link is much slower than memory.
 
 from __future__ import annotations
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 from collections.abc import Iterator
 from itertools import product

@@ -8,8 +8,8 @@ MB count the JSON lines, CPU seconds all processes. Start-up, timed on one line,
 speed; the Pool's worker starts with its vocabulary loaded.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import json
 from collections.abc import Iterator

@@ -12,8 +12,8 @@ this project reaches. Claims against peers are made only for hidden sizes from 7
 from 512 tokens up; smaller models are also shown. Figures over gloo say nothing about NCCL.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import shlex
 from collections.abc import Iterator

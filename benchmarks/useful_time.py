@@ -14,8 +14,8 @@ shared one, its default, they find addresses of ranks that have ended, and fail 
 after 10 s.
 """
 
-if not __package__:  # run as a file, only benchmarks/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import json
 import os

@@ -5,8 +5,8 @@ parts in docs/configuration.md; a test compares them. The rest of both pages sta
     python -m pytest tests/test_package.py    # compares
 """
 
-if not __package__:  # run as a file, only tools/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import ast
 import inspect

@@ -5,8 +5,8 @@ python tools/chaos.py --faults scripts/chaos/hours.toml --output runs/chaos -- \
 python tools/chaos.py --faults faults.toml --output runs/other -- python train.py --to {save}
 """
 
-if not __package__:  # run as a file, only tools/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import os
 import sys

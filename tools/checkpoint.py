@@ -7,8 +7,8 @@
 DIR is the directory that was given to --save, or one step_XXXXXXXX in it. Torch is not needed.
 """
 
-if not __package__:  # run as a file, only tools/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import os
 import re

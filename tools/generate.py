@@ -12,8 +12,8 @@ model is sharded over the processes and prompts over its copies; neither changes
 
 from __future__ import annotations
 
-if not __package__:  # run as a file, only tools/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import json
 import os

@@ -13,8 +13,8 @@ reads back bit for bit and computes finite logits.
 
 from __future__ import annotations
 
-if not __package__:  # run as a file, only tools/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import os
 import sys

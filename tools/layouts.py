@@ -1,7 +1,7 @@
 """Show what a layout is, without running it: see tools/layouts/__main__.py."""
 
-if not __package__:  # run as a file, only tools/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import os
 import sys

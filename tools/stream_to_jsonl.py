@@ -14,8 +14,8 @@ Memory is bounded: it holds one row group of a parquet file. Only as much of the
 --documents needs. The file gets its name when it is complete; after a crash run the command again.
 """
 
-if not __package__:  # run as a file, only tools/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import glob
 import os

@@ -10,8 +10,8 @@ given special tokens as the first ids.  A WordPiece begins with [PAD]; there is 
 its training text is [UNK].  Existing files are replaced.
 """
 
-if not __package__:  # run as a file, only tools/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import json
 import sys

@@ -67,9 +67,18 @@ def atomic_writer(
 
 
 def write_atomically(file: Path, content: bytes) -> None:
-    """Put the file with its whole content on disk, or leave what was there."""
-    with atomic_writer(file) as stream:
-        stream.write(content)
+    """Put the file with its whole content on disk, or leave what was there.
+
+    If the disk is full, the OSError says how many bytes are needed and how many are free.
+    """
+    try:
+        with atomic_writer(file) as stream:
+            stream.write(content)
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            reason = os.strerror(error.errno)
+            raise OSError(f"{file}: {reason}; {disk_space(file, len(content))}") from error
+        raise
 
 
 def disk_space(file: Path, needed: int) -> str:

@@ -186,8 +186,9 @@ def mark_rewound(path: Path, start: int) -> None:
         before = path.read_bytes() if path.exists() else b""
         lines, marked = [*_lines(before)], ""
         # A kill may leave one line that is torn, and a power cut a file that begins with zeros.
-        is_record = any("step" in line for line in lines) or len(lines) < 2 or before[:1] == b"\0"
-        if before[:1] not in (b"", b"{", b"\0") or not is_record:
+        is_torn = before[:1] == b"{" and len(lines) == 1 and "rewound" in lines[0]
+        is_record = any("step" in line for line in lines) or is_torn
+        if not is_record and before[:1] not in (b"", b"\0"):
             raise UsageError(str(path), None, "the record of a run, or a new file")
         for line in lines:
             stands = start > 0 and line.get("step", 0) <= start

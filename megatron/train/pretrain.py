@@ -125,7 +125,7 @@ def require_one_run(config: PretrainConfig, inputs: Inputs, mesh: Mesh) -> None:
     """Raises UsageError, the same on every rank, if two ranks have other settings, as by a preset
     that is another file on another host, or would read other samples: one would wait for the other,
     or their gradients would be summed all the same."""
-    source, *_ = config.data.source
+    source, *values = config.data.source
     data, samples = data_fingerprint(inputs.corpus.identity), inputs.train.samples_per_epoch
     settings = {source: f"data {data} of {samples} samples"}
     for part in fields(config):
@@ -136,10 +136,10 @@ def require_one_run(config: PretrainConfig, inputs: Inputs, mesh: Mesh) -> None:
     for rank, other in enumerate(others, start=1):
         for name, value in first.items():
             if other[name] != value:
-                both = (
-                    f"rank 0 has {shorten(value, 80)}, and rank {rank} {shorten(other[name], 80)}"
-                )
-                raise UsageError(name, None, f"the same for all ranks: {both}")
+                one, two = (shorten(each, 80) for each in (value, other[name]))
+                allowed = f"the same for all ranks: rank 0 has {one}, and rank {rank} {two}"
+                given = " ".join(values) if name == source else ""
+                raise UsageError(name, given or None, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,8 +46,7 @@ def test_help_is_printed_without_a_word_beside_it(
     the project's folders by itself."""
     file = ROOT / program
     is_module = Path(program).parent.name not in ("", *FOLDERS)
-    own = (*FOLDERS, "start")
-    for name in [each for each in sys.modules if each.partition(".")[0] in own]:
+    for name in [each for each in sys.modules if each.partition(".")[0] in FOLDERS]:
         monkeypatch.delitem(sys.modules, name)
     others = [each for each in sys.path if Path(each).resolve() not in (ROOT, Path.cwd())]
     monkeypatch.setattr(sys, "path", [str(ROOT if is_module else file.parent), *others])
@@ -61,7 +60,7 @@ def test_help_is_printed_without_a_word_beside_it(
             runpy.run_path(str(file), run_name="__main__")
     except SystemExit as stop:
         code = stop.code
-    for each in [each for each in sys.modules if each.partition(".")[0] in own]:
+    for each in [each for each in sys.modules if each.partition(".")[0] in FOLDERS]:
         del sys.modules[each]  # those from before come back
     output, errors = capfd.readouterr()
     assert (code or 0, errors, recwarn.list) == (0, "", [])

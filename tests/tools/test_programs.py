@@ -38,8 +38,6 @@ def test_ctrl_c_is_one_line(
     name = program.stem
     if name in ("__init__", "start", "dashboard"):  # Ctrl-C is how the dashboard is ended
         return
-    monkeypatch.syspath_prepend(program.parent)
-    monkeypatch.delitem(sys.modules, "start", raising=False)
     monkeypatch.setattr("sys.argv", [str(program), *WORDS.get(name, [])])
     with pytest.raises((SystemExit, KeyboardInterrupt)) as stop:
         runpy.run_path(str(program), run_name="__main__")

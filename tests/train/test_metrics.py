@@ -105,7 +105,7 @@ def test_resume_at_the_last_line(tmp_path: Path) -> None:
     assert [line.get("rewound") for line in every_line(path)] == [None, None, None]
 
 
-@pytest.mark.parametrize("content", ["vm\n", '{"text": "a"}\n'])
+@pytest.mark.parametrize("content", ["vm\n", '{"text": "a"}\n', '{\n "a": 1\n}'])
 def test_a_file_of_another_kind_is_left_as_it_is(tmp_path: Path, content: str) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text(content)

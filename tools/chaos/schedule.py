@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from megatron.config.checks import excludes, non_negative, positive
+from megatron.config.checks import non_negative, positive
 from megatron.config.parse import parse_table
 from megatron.errors import UsageError, field_of, flag, setting
 
@@ -85,9 +85,11 @@ class Times:
     def __post_init__(self) -> None:
         non_negative(self, "seed", "count")
         positive(self, "every_seconds", "every_steps")
-        excludes(self, "every_seconds", "every_steps")
-        if self.every_seconds is None and self.every_steps is None:
-            raise UsageError("--every-seconds", None, "given, or every_steps")
+        if (self.every_seconds is None) == (self.every_steps is None):
+            allowed = "given, or every_steps"
+            if self.every_steps is not None:
+                allowed = "left out beside every_steps"
+            raise UsageError("--every-seconds", self.every_seconds, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)

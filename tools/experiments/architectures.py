@@ -8,8 +8,8 @@ tiny model is sharded over 2 and over 4 ranks and compared in fp64 with the unmo
 tools.prove_plan does. Those with few key/value heads have 2, so 4 ranks share them.
 """
 
-if not __package__:  # run as a file, only tools/experiments/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import json
 from collections import Counter

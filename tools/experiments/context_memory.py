@@ -7,8 +7,8 @@ Peak bytes of a GPU in a training step of one sample, as tools/plan.py counts th
 fp32 masters, without dropout and recomputation.
 """
 
-if not __package__:  # run as a file, only tools/experiments/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -9,8 +9,8 @@ is a deviation from independent draws, in standard deviations. The figures for t
 columns and places, and for bytes, are (chi-square - its mean) / its standard deviation.
 """
 
-if not __package__:  # run as a file, only tools/experiments/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 from dataclasses import dataclass
 from math import isfinite, sqrt

@@ -6,8 +6,8 @@
 Finished stages are reused.
 """
 
-if not __package__:  # run as a file, only tools/experiments/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,8 @@ weights at the start of pretraining. Figures are those of the last epoch: median
 over the seeds, and the share of the most frequent class. Finished runs are reused.
 """
 
-if not __package__:  # run as a file, only tools/experiments/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import shlex
 from dataclasses import dataclass

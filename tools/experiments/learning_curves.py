@@ -19,8 +19,8 @@ by the validation loss over 400 samples after 1,000 steps, for five seeds of wei
 Finished runs are reused.
 """
 
-if not __package__:  # run as a file, only tools/experiments/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import json
 from collections.abc import Callable, Iterator, Sequence

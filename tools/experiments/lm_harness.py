@@ -14,8 +14,8 @@ figures show that the conventions are equal, and say nothing about a model. Fini
 reused.
 """
 
-if not __package__:  # run as a file, only tools/experiments/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import json
 from dataclasses import dataclass, replace

@@ -4,8 +4,8 @@ python tools/experiments/passages.py --archive RACE_train.tar.xz --count 1200 --
 python tools/experiments/passages.py --archive RACE_dev.tar.xz --count 400 --output dev
 """
 
-if not __package__:  # run as a file, only tools/experiments/ is on the path
-    __import__("start")
+if not __package__:  # run as a file
+    __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
 import sys
 import tarfile

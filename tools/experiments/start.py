@@ -1,5 +1,5 @@
-"""A program of this folder that is run as a file imports this, which refuses an older Python and
-finds the repository."""
+"""Run by a program of this folder that is run as a file: refuses an older Python, and finds the
+repository, also where Python does not look into the folder (PYTHONSAFEPATH)."""
 
 import sys
 from pathlib import Path

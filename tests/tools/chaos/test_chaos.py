@@ -354,8 +354,8 @@ def accepted(words: list[str]) -> None:
 FILES = {  # a faults file that is refused, and a word that the message has to name
     "every_seconds = 60\n": "fault",
     f"every_seconds = 60\nevery = 2\n{KILL}": "every_steps",
-    f"every_seconds = 60\nevery_steps = 2\n{KILL}": "one of them",
-    KILL: "one of them",
+    f"every_seconds = 60\nevery_steps = 2\n{KILL}": "beside every_steps",
+    KILL: "or every_steps",
     f"every_seconds = 0\n{KILL}": "above 0",
     f"every_seconds = 60\ncount = -1\n{KILL}": "count",
     f'every_seconds = 60\nfixed = "yes"\n{KILL}': "fixed",

@@ -105,7 +105,7 @@ def test_different_layouts(preset: Path, tmp_path: Path) -> None:
     words = ["--data-path", str(tmp_path / "data"), "--vocab-size", "100"]
     words += ["--attention-dropout", "0.5", "--attention-dropout-rng", "kernel"]
     words += ["--lr-warmup-iters", "9", "--bf16"]  # after which weights hardly move
-    status, (row,) = compare(preset, "tensor=2", *words, "--tokenizer-type", "test")
+    status, (row,) = compare(preset, "tensor=2", *words)
     assert status == 1
     assert row["gradient_difference"] > 0.1
 
