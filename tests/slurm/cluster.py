@@ -52,9 +52,10 @@ EnforcePartLimits=ALL
 SchedulerParameters=bf_interval=1
 # A port of the ranks that another cluster of this machine does not use.
 FirstJobId={ports[0]}
-# A node is lost after so many seconds, and back as soon as its slurmd is.
+# A node is lost after so many seconds, and back as soon as its slurmd is. One that was set down is
+# not: an answer that it gave before it died may arrive later.
 SlurmdTimeout=5
-ReturnToService=2
+ReturnToService=1
 # The nodes have the processors that they say, whatever this machine has.
 SlurmdParameters=config_overrides
 NodeName=first NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
@@ -148,6 +149,11 @@ class Cluster:
 
     def start_node(self, node: str) -> None:
         self._start(node, "slurmd", "-D", "-N", node)
+
+    def start_node_again(self, node: str) -> None:
+        """After `set_down`."""
+        self.start_node(node)
+        self.ask("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
     def kill_node(self, node: str) -> None:
         """As where its power fails: its slurmd, step daemons and tasks, before one can tell."""

@@ -69,7 +69,7 @@ def test_a_job_goes_on_from_what_it_saved_whatever_ends_it(
     cluster.wait_for(lambda: "ended by SIGTERM" in log.read_text(), "the end of the ranks")
     assert cluster.wait_for_state(job, "CANCELLED")["Restarts"] == "3"
     for node in dead:
-        cluster.start_node(node)
+        cluster.start_node_again(node)
     cluster.wait_until_idle()
 
     ends = [(line["ended"], line["exit_code"]) for line in lines_of(save, "ended")]
