@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.config.training import OptimizerConfig
 from megatron.libraries import load
@@ -36,7 +36,9 @@ class ApexAdam:
         for group in self.optimizer.param_groups:
             group["step"] = updates
 
-    def step(self, lr: float, factor: float) -> None:
+    def step(self, lr: float, factor: Tensor) -> None:
+        if not factor.item():  # waits for the GPU
+            return
         for each in self.segments:
             each.gradient.mul_(factor)
         for group in self.optimizer.param_groups:

@@ -223,8 +223,11 @@ class NamedOptimizer:
         ]
 
     @torch.no_grad()
-    def step(self, lr: float, factor: float) -> None:
-        """Update by the gradients x factor; the gradients are undefined afterwards."""
+    def step(self, lr: float, factor: float | Tensor) -> None:
+        """See TorchAdam; here the host waits for the factor."""
+        factor = float(factor)
+        if not factor:
+            return
         if factor != 1.0:
             torch._foreach_mul_(self.gradients, factor)
         for optimizer, shares in zip(self.optimizers, self.lr_shares, strict=True):

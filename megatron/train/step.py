@@ -6,7 +6,8 @@
                         rule are reduced over ranks while the last backward runs
     agree               sums of the loss, norm, overflow, stop: 2 all-reduces, 3 under ZeRO,
                         1 copy to the host
-    optimizer.step      clip, update and publish the weights (optim/adam.py), or skip the step
+    optimizer.step      clip, update and publish the weights (optim/adam.py), or skip the step; a
+                        GPU decides which, and starts before the host has read the copy
 
 The loss is a sum of terms, each a mean over the global batch (objectives.py). Its denominators are
 known before the first forward, so every micro-batch adds its share of the gradient of the true
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite, sqrt
+from math import isfinite, nan
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ from megatron.data.batch import Batch
 from megatron.data.files import DataError
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import local_tokens
+from megatron.parallel.kernels import rounded_sqrt
+from megatron.parallel.offload import host_empty, start_to_host
 from megatron.parallel.random import seed_kernels
 from megatron.parallel.schedules import Action
 from megatron.train.diagnose import non_finite
@@ -95,11 +98,21 @@ def train_step(
     reduced = all_reduce(torch.cat([totals, vote]), mesh.loss_sums)
     is_bad = ~reduced[:k].isfinite().all()
     verdict = torch.stack([state.gradients.squares(), reduced[k], is_bad])
-    agreed = all_reduce(verdict, mesh.model_parallel)
-    # [tokens, k denominators, k sums, squares, votes, bad losses]; both sums are over the stages,
-    # so a vote counts once for each of them.
-    tokens, *numbers = torch.cat([counts, reduced[:k], agreed]).tolist()
-    denominators, sums, (squares, votes, bad_losses) = numbers[:k], numbers[k:-3], numbers[-3:]
+    squares, votes, bad_losses = all_reduce(verdict, mesh.model_parallel).unbind()
+    # By a tensor, as a GPU multiplies by the rounded inverse of a number.
+    norm = rounded_sqrt(squares) / torch.full_like(squares, scaler.scale)
+    # [tokens, k denominators, k sums, norm, votes, bad losses]; both sums are over the stages, so a
+    # vote counts once for each of them.
+    agreed = torch.cat([counts, reduced[:k], torch.stack([norm, votes, bad_losses])])
+    on_host = host_empty(len(agreed), agreed.dtype, agreed.device)
+    wait = start_to_host(agreed, on_host)
+    state.mark("optimizer")
+    is_good = counts[1:].all() & (bad_losses == 0)
+    state.optimizer.step(lr, 1.0 / scaler.scale, norm.where(is_good, nan))
+    state.mark("")
+    wait()
+    tokens, *numbers = on_host.tolist()
+    denominators, sums, (grad_norm, votes, bad_losses) = numbers[:k], numbers[k:-3], numbers[-3:]
     means = {}
     for term, total, number in zip(state.objective.terms, sums, denominators, strict=True):
         if not number:
@@ -109,17 +122,12 @@ def train_step(
                 "--global-batch-size mixes them with others"
             )
         means[term] = total / number
-    norm = sqrt(squares) / scaler.scale
 
-    overflowed = bad_losses > 0 or not isfinite(norm)
+    overflowed = bad_losses > 0 or not isfinite(grad_norm)
     if overflowed and not scaler.may_skip():
         what = "loss" if bad_losses else "gradient"
         replay = partial(forward_backward, state, micro_batches, counts)
         raise non_finite(state, micro_batches, what, replay)
-    if not overflowed:
-        state.mark("optimizer")
-        state.optimizer.step(lr, 1.0 / scaler.scale, norm)
-        state.mark("")
     state.step += 1
     state.samples += sum(batch.num_samples for batch in micro_batches) * mesh.batch.size
     state.skipped += overflowed
@@ -127,7 +135,7 @@ def train_step(
     return StepResult(
         loss=sum(means.values()),
         terms=means,
-        grad_norm=norm,
+        grad_norm=grad_norm,
         tokens=int(tokens),
         skipped=overflowed,
         stop=votes > 0,

@@ -148,7 +148,8 @@ def test_a_list_of_weights_is_updated_by_one_call(device: torch.device, dtype: t
         for segment, each in zip(segments, plain, strict=True):
             segment.gradient.copy_(gradient := random(len(each), seed=step))
             each.grad = 0.5**step * gradient
-        adam.step(1e-2, 0.5**step)  # one factor for all steps would change nothing
+        factor = torch.full((), 0.5**step, dtype=torch.float64, device=device)
+        adam.step(1e-2, factor)  # one factor for all steps would change nothing
         theirs.step()
     for segment, each in zip(segments, plain, strict=True):
         assert error(segment.weight, each.detach()) < 100 * torch.finfo(dtype).eps

@@ -78,31 +78,34 @@ def test_compiled_or_not_it_is_as_near_to_fp64(device: torch.device, kind: str) 
 
 
 @contextmanager
-def waits_are_errors(device: torch.device) -> Iterator[list[torch.Size]]:
-    """Inside, the host may wait for the GPU in `tolist` alone; yields the shapes that it reads."""
-    shapes, tolist = list[torch.Size](), Tensor.tolist
-    set_mode = torch.cuda.set_sync_debug_mode if device.type == "cuda" else lambda mode: None
+def waits_are_errors(device: torch.device) -> Iterator[list[Any]]:
+    """Inside, the host may wait for the GPU by an event alone; yields a list of these. On a CPU, of
+    the tensors that it reads by `tolist`."""
+    waits, is_gpu = list[Any](), device.type == "cuda"
+    kind, name = (torch.cuda.Event, "synchronize") if is_gpu else (Tensor, "tolist")
+    method: Any = getattr(kind, name)
+    set_mode = torch.cuda.set_sync_debug_mode if is_gpu else lambda mode: None
 
-    def read(x: Tensor) -> Any:
-        shapes.append(x.shape)
+    def wait(waited: Any) -> Any:
+        waits.append(waited)
         set_mode("default")
         try:
-            return tolist(x)
+            return method(waited)
         finally:
             set_mode("error")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tensor, "tolist", read)
+        patch.setattr(kind, name, wait)
         set_mode("error")
         try:
-            yield shapes
+            yield waits
         finally:
             set_mode("default")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_waits_once(device: torch.device, kind: str) -> None:
-    """For loss, norm and votes together."""
+    """For loss, norm and votes together, after the update has started."""
     torch._dynamo.reset()
     config, draw = KINDS[kind]
     state = tiny_state(serial_mesh(device), config, dtype=torch.bfloat16)
@@ -111,9 +114,9 @@ def test_a_step_waits_once(device: torch.device, kind: str) -> None:
         compile_for(state)
     for _ in range(2):
         train_step(state, batch, 1e-3)
-    with waits_are_errors(device) as shapes:
+    with waits_are_errors(device) as waits:
         train_step(state, batch, 1e-3)
-    assert len(shapes) == 1
+    assert len(waits) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,9 +143,9 @@ def test_a_graph_repeats_a_step(
     assert graph is not None
     assert graph.replay is not None
     assert found[1] == pytest.approx(found[0], rel=1e-4)
-    with waits_are_errors(device) as shapes:
+    with waits_are_errors(device) as waits:
         train_step(state, batch, 1e-3)
-    assert len(shapes) == 1
+    assert len(waits) == 1
 
 
 @pytest.mark.parametrize("recomputed", ["none", "full"])

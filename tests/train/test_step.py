@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from megatron.config.training import PrecisionConfig
+from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.data.files import DataError
 from megatron.optim.adam import LossScaler
 from megatron.parallel.mesh import serial_mesh
@@ -124,9 +124,14 @@ def skip_an_overflow(state: TrainState, fault: str, is_bad: bool) -> None:
     assert (state.step, state.updates, state.samples) == (3, 2, 12)
 
 
-def test_skipped_step_leaves_no_trace() -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_skipped_step_leaves_no_trace(optimizer: str, dtype: torch.dtype) -> None:
     """Same weights and moments, bit for bit, as a run that never saw the skipped batch."""
-    skipping, straight = tiny_state(mesh_of_ranks(1)), tiny_state(mesh_of_ranks(1))
+    config = OptimizerConfig(optimizer=optimizer, weight_decay=0.1)
+    skipping, straight = (
+        tiny_state(mesh_of_ranks(1), optimizer=config, dtype=dtype) for _ in range(2)
+    )
     for state in (skipping, straight):
         state.scaler = scaling()
         step(state, 0)
@@ -212,8 +217,11 @@ def test_the_loss_scale_changes_nothing() -> None:
 def test_a_batch_without_a_counted_token_is_an_error() -> None:
     batch = samples(2)
     batch = replace(batch, loss_mask=0 * batch.loss_mask)
-    error = refusal(lambda: train_step(tiny_state(mesh_of_ranks(1)), [batch], 1e-3))
+    state = tiny_state(mesh_of_ranks(1))
+    before = tensors(state)
+    error = refusal(lambda: train_step(state, [batch], 1e-3))
     assert isinstance(error, DataError)
+    assert_exact(tensors(state), before)
     assert all(each in str(error) for each in ("step 1 ", "--data-path"))
 
 
