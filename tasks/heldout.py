@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.checks import positive
 from megatron.data.indexed import IndexedDataset
 from megatron.data.json_lines import find_shards, parse_line, read_shard
 from megatron.data.order import split_documents
@@ -44,11 +43,12 @@ CONVENTIONS = {
     "xz_bits_per_byte": "what xz at level 9 makes of the texts: 8 x its bytes / bytes",
     "cloze_accuracy": "passages of which every token of the last word is the most probable one, "
     "given the paragraph and the word's own tokens before it; null without passages",
-    "cloze_passages": "paragraphs of --cloze-words words or more that end in a word of the letters "
-    "A to Z, at most --cloze-passages of them, spread evenly over the documents",
+    "cloze_passages": "paragraphs of 20 words or more that end in a word of the letters A to Z, at "
+    "most 500 of them, spread evenly over the documents",
     "unigram_perplexity": "exp(nll / tokens) of the frequencies of --train-data's training part",
     "bigram_perplexity": "the same of a bigram model of it (interpolated modified Kneser-Ney)",
 }
+CLOZE_PASSAGES, CLOZE_WORDS = 500, 20  # passages at most, and words of each at least
 # The last word of a paragraph and what follows it: a full stop, a bracket, quotes.
 LAST_WORD = re.compile(r"(?P<context>.*\S)(?P<word> [A-Za-z]+)[^A-Za-z\s]*\s*\Z", re.DOTALL)
 
@@ -63,15 +63,6 @@ class Settings(TaskSettings):
 
     train_data: str
     """Prefix of the training data, for the n-gram models."""
-
-    cloze_passages: int = 500
-    """Number of paragraphs whose last word is predicted, spread evenly over the documents."""
-
-    cloze_words: int = 20
-    """Fewest words of a paragraph that is used for the cloze figures."""
-
-    def __post_init__(self) -> None:
-        positive(self, "cloze_passages", "cloze_words")
 
     @property
     def files(self) -> list[Path]:
@@ -126,7 +117,7 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
     first = begin_of(manifest, tokenizer) or [tokenizer.eod]
     marked = [np.array([*first, *each, tokenizer.eod], np.int32) for each in documents]
     windows = [window for each in marked for window in Sliding(each, length, half, reach_back=True)]
-    cloze = list(cloze_windows(texts, tokenizer, first, length, settings))
+    cloze = list(cloze_windows(texts, tokenizer, first, length))
     return HeldOut(texts, documents, bad_lines, train, tokenizer, windows + cloze, len(cloze))
 
 
@@ -180,7 +171,6 @@ def cloze_windows(
     tokenizer: Tokenizer,
     first: Sequence[int],
     length: int,
-    settings: Settings,
 ) -> Iterator[Window]:
     """Paragraphs, spread evenly, whose last word is predicted from the rest of the paragraph.
 
@@ -190,10 +180,9 @@ def cloze_windows(
         found
         for text in texts
         for paragraph in text.split("\n\n")
-        if len(paragraph.split()) >= settings.cloze_words
-        and (found := LAST_WORD.match(paragraph.strip()))
+        if len(paragraph.split()) >= CLOZE_WORDS and (found := LAST_WORD.match(paragraph.strip()))
     ]
-    count = min(settings.cloze_passages, len(passages))
+    count = min(CLOZE_PASSAGES, len(passages))
     chosen = [passages[number * len(passages) // count] for number in range(count)]
     contexts, targets = ([found[part] for found in chosen] for part in ("context", "word"))
     for context, word in encode_targets(tokenizer, ["--input"] * count, contexts, targets):

@@ -12,7 +12,6 @@ interpolated.
 """
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -38,58 +37,43 @@ def discounts(counts: Counts) -> Floats:
     return found if (found[1:] > 0).all() else FALLBACK_DISCOUNTS
 
 
-@dataclass(frozen=True)
-class Unigram:
-    """p(w) = max(c(w) - D, 0) / total, plus the discounted mass spread evenly over all ids."""
+def unigram(counts: Counts) -> Floats:
+    """[vocabulary]: max(c(w) - D, 0) / total, plus the discounted mass spread evenly over all ids.
 
-    probability: Floats  # [vocabulary]
-
-    @classmethod
-    def from_counts(cls, counts: Counts) -> "Unigram":
-        """counts: [vocabulary], counts of tokens or, as lower order of a bigram, of contexts."""
-        taken = discounts(counts)[np.minimum(counts, 3)]
-        kept = counts - taken
-        return cls((kept + taken.sum() / len(counts)) / counts.sum())
-
-    @classmethod
-    def fit(cls, tokens: Tokens, vocabulary: int) -> "Unigram":
-        check_stream(tokens, vocabulary)
-        return cls.from_counts(np.bincount(tokens, minlength=vocabulary))
+    counts: [vocabulary], counts of tokens or, as lower order of a bigram, of contexts.
+    """
+    taken = discounts(counts)[np.minimum(counts, 3)]
+    return (counts - taken + taken.sum() / len(counts)) / counts.sum()
 
 
-@dataclass(frozen=True)
 class Bigram:
-    """p(w | v) = max(c(v w) - D, 0) / c(v) + backoff(v) x lower(w); lower(w) after an unseen v."""
+    """p(w | v) = max(c(v w) - D, 0) / c(v) + backoff(v) x lower(w); lower(w) after an unseen v.
+    lower is of continuation counts: the number of contexts v in which w occurs."""
 
-    keys: Counts  # [distinct bigrams], v x vocabulary + w, ascending
-    kept: Floats  # [distinct bigrams], the first term
-    backoff: Floats  # [vocabulary]
-    lower: Unigram  # from continuation counts: the number of contexts v in which w occurs
-
-    @classmethod
-    def fit(cls, tokens: Tokens, vocabulary: int) -> "Bigram":
+    def __init__(self, tokens: Tokens, vocabulary: int) -> None:
         check_stream(tokens, vocabulary)
-        keys, counts = np.unique(bigram_keys(tokens, vocabulary), return_counts=True)
-        previous, word = np.divmod(keys, vocabulary)
+        self.keys, counts = np.unique(bigram_keys(tokens, vocabulary), return_counts=True)
+        previous, word = np.divmod(self.keys, vocabulary)
         taken = discounts(counts)[np.minimum(counts, 3)]
         total = np.bincount(previous, weights=counts, minlength=vocabulary)
         mass = np.bincount(previous, weights=taken, minlength=vocabulary)
-        backoff = np.divide(mass, total, out=np.ones(vocabulary), where=total > 0)
-        lower = Unigram.from_counts(np.bincount(word, minlength=vocabulary))
-        return cls(keys, (counts - taken) / total[previous], backoff, lower)
+        self.backoff = np.divide(mass, total, out=np.ones(vocabulary), where=total > 0)
+        self.lower = unigram(np.bincount(word, minlength=vocabulary))
+        self.kept = (counts - taken) / total[previous]
 
     def probability(self, previous: Tokens, word: Tokens) -> Floats:
         """p(word | previous), elementwise."""
         keys = previous.astype(np.int64) * len(self.backoff) + word
         place = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         kept = np.where(self.keys[place] == keys, self.kept[place], 0.0)
-        return kept + self.backoff[previous] * self.lower.probability[word]
+        return kept + self.backoff[previous] * self.lower[word]
 
 
 def unigram_perplexity(train: Tokens, heldout: Tokens, vocabulary: int) -> float:
     """Per-token perplexity of `heldout` under a unigram model of `train`."""
-    check_stream(heldout, vocabulary)
-    return perplexity(Unigram.fit(train, vocabulary).probability[heldout])
+    for stream in (train, heldout):
+        check_stream(stream, vocabulary)
+    return perplexity(unigram(np.bincount(train, minlength=vocabulary))[heldout])
 
 
 def bigram_perplexity(train: Tokens, heldout: Tokens, vocabulary: int) -> float:
@@ -100,7 +84,7 @@ def bigram_perplexity(train: Tokens, heldout: Tokens, vocabulary: int) -> float:
             f"the training tokens end in {train[-1]}, the held-out tokens in {heldout[-1]}: "
             "both have to end in the end mark (preprocess without --no-append-eod)"
         )
-    model = Bigram.fit(train, vocabulary)
+    model = Bigram(train, vocabulary)
     return perplexity(model.probability(np.roll(heldout, 1), heldout))
 
 

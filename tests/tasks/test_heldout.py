@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,10 +26,13 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 TEXT = 'One two three (the end).\n\nToo short\n\nNo word ends this 12\n\nHe said "go there now!"'
 
 
-def cloze(texts: list[str], tokenizer: Tokenizer, length: int = 100, **more: Any) -> list[Window]:
-    files: dict[str, Any] = {"input": (Path("held.jsonl"),), "train_data": "train"}
-    settings = Settings(trained=TrainedConfig(load=""), **files, cloze_words=4, **more)
-    return [*cloze_windows(texts, tokenizer, [tokenizer.eod], length, settings)]
+def cloze(
+    texts: list[str], tokenizer: Tokenizer, length: int = 100, most: int = 500
+) -> list[Window]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tasks.heldout.CLOZE_WORDS", 4)
+        patch.setattr("tasks.heldout.CLOZE_PASSAGES", most)
+        return [*cloze_windows(texts, tokenizer, [tokenizer.eod], length)]
 
 
 def test_cloze(tokenizer: Tokenizer) -> None:
@@ -42,7 +44,7 @@ def test_cloze(tokenizer: Tokenizer) -> None:
     (short, _) = cloze([TEXT], tokenizer, 8)
     assert (len(short.inputs), short.labels) == (8, first.labels[-8:])
     words = ["zero", "one", "two", "three", "four", "five", "six"]
-    some = cloze([f"a b c {word}" for word in words], tokenizer, cloze_passages=4)
+    some = cloze([f"a b c {word}" for word in words], tokenizer, most=4)
     found = [tokenizer.decode(window.labels[window.first :]) for window in some]
     assert found == [" zero", " one", " three", " five"]
 
@@ -130,13 +132,13 @@ def test_bigram_by_hand() -> None:
     # bigrams: 0>1 three times, 1>2 and 2>0 twice, 1>1 and 1>0 once
     # contexts of 0: {2, 1}, of 1: {0, 1}, of 2: {1}; discounts 1, 1, 0.5 of 5 are spread over 4
     lower = np.array([1, 1, 0.5, 0]) / 5 + 2.5 / 5 / 4
-    model = ngram.Bigram.fit(train, 4)
-    assert model.lower.probability == pytest.approx(lower)
+    model = ngram.Bigram(train, 4)
+    assert model.lower == pytest.approx(lower)
 
     def p(previous: int, word: int) -> float:
         return float(model.probability(np.array([previous]), np.array([word]))[0])
 
-    wide, every = ngram.Bigram.fit(300 * train.astype(np.uint16), 1000), np.arange(1000)
+    wide, every = ngram.Bigram(300 * train.astype(np.uint16), 1000), np.arange(1000)
     for previous in (0, 300, 600, 7):
         assert wide.probability(np.full(1000, previous), every).sum() == pytest.approx(1)
     assert p(0, 1) == pytest.approx((3 - 1.5) / 3 + 1.5 / 3 * lower[1])

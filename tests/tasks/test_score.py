@@ -113,7 +113,7 @@ def test_figures_at_any_layout(peer: Peer, test_data: Path, tmp_path: Path, gloo
     train = [[*peer.encode(text), peer.tokenizer.eos_token_id] for _ in range(4)]
     write_data(tmp_path / "train", train, vocab_size=50_257)
     (tmp_path / "train.json").unlink()  # of another tokenizer, it says
-    own = ["--train-data", str(tmp_path / "train"), "--cloze-words", "5"]
+    own = ["--train-data", str(tmp_path / "train")]
     rows = [
         ["WIKITEXT103", *load, "--valid-data", str(wiki), "--overlapping-eval", "96", both],
         ["LAMBADA", *load, "--valid-data", str(lambada)],
