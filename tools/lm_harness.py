@@ -73,9 +73,6 @@ class Settings:
     tasks: str
     """Comma-separated names of the harness's tasks."""
 
-    include_path: Path | None = None
-    """Folder of task definitions in addition to the harness's own."""
-
     lambada_data: Path | None = None
     """Passages for lambada_openai in place of its data set: {"text": ...} lines, or plain text."""
 
@@ -106,8 +103,6 @@ class Settings:
                     f"given with the task {task} among --tasks {self.tasks}",
                     works=(flag(name), str(getattr(self, name)), "--tasks", f"{self.tasks},{task}"),
                 )
-        if self.include_path is not None and not self.include_path.is_dir():
-            raise UsageError("--include-path", self.include_path, "a folder with .yaml files")
 
     @property
     def names(self) -> list[str]:
@@ -160,21 +155,20 @@ def write_definition(folder: Path, harness: Path, task: str, texts: Sequence[str
     (folder / f"{task}.yaml").write_text(json.dumps(definition, indent=1), encoding="utf-8")
 
 
-def find_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
+def find_tasks(names: Sequence[str], folder: Path) -> TaskManager:
     """A task manager that knows these tasks; raises UsageError if none does.
 
     The harness's own definitions, fourteen thousand files, are read only if needed.
     """
-    paths = [str(folder) for folder in folders]
-    manager = harness_tasks.TaskManager(include_path=paths, include_defaults=False)
+    manager = harness_tasks.TaskManager(include_path=[str(folder)], include_defaults=False)
     if set(names) <= manager.task_index.keys():
         return manager
-    manager = harness_tasks.TaskManager(include_path=paths)
+    manager = harness_tasks.TaskManager(include_path=[str(folder)])
     if missing := [name for name in names if name not in manager.task_index]:
         raise UsageError(
             "--tasks",
             ",".join(missing),
-            "known to lm-eval or in --include-path",
+            "known to lm-eval",
             works=("--tasks", "lambada_openai,wikitext"),
         )
     return manager
@@ -198,8 +192,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
                 settings.trained, settings.parallel, world_size(environ)
             )
             write_local(folder, harness, settings.local_data)
-            given = [] if settings.include_path is None else [settings.include_path]
-            manager = find_tasks(settings.names, [*given, folder])
+            manager = find_tasks(settings.names, folder)
 
         from megatron.inference.generate import DivergedError
         from megatron.train.evaluate import load_newest

@@ -32,7 +32,7 @@ def test_missing_harness(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "lm-eval" in str(refusal(lambda: program(["--tasks", "wikitext"])))
 
 
-LAST = "--tasks wikitext --lambada-data x | --tasks mine --include-path none | --tasks ,"
+LAST = "--tasks wikitext --lambada-data x | --tasks ,"
 
 
 @pytest.mark.parametrize(("words", "field"), by_last_flag(LAST))
@@ -44,7 +44,7 @@ def test_unknown_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval")
     empty = SimpleNamespace(task_index={})  # the real one reads 14,000 files
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: empty)
-    assert field_of(refusal(lambda: find_tasks(["no_such_task"], [tmp_path]))) == "--tasks"
+    assert field_of(refusal(lambda: find_tasks(["no_such_task"], tmp_path))) == "--tasks"
 
 
 def test_wikitext_is_read_by_article(tmp_path: Path) -> None:

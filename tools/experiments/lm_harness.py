@@ -176,7 +176,7 @@ def ask_harness(exported: str, lambada: str, wikitext: str, output: str) -> None
     with TemporaryDirectory() as folder:
         files = dict(zip(TASKS, (Path(lambada), Path(wikitext)), strict=True))
         write_local(Path(folder), find_harness(), files)
-        found = ask(model, list(TASKS), find_tasks(list(TASKS), [Path(folder)]), None)
+        found = ask(model, list(TASKS), find_tasks(list(TASKS), Path(folder)), None)
     write_atomically(Path(output), json.dumps({"results": found["results"]}).encode())
 
 
