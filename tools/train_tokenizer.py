@@ -6,8 +6,7 @@
         --special-tokens '[BOT]' '[EOT]' '[PAD]'
 
 A BPE has GPT-2's pre-tokenizer and <|endoftext|> as the last id; in a tokenizer.json it has the
-given special tokens as the first ids.  A WordPiece begins with [PAD]; there is a warning if much of
-its training text is [UNK].  Existing files are replaced.
+given special tokens as the first ids.  A WordPiece begins with [PAD].  Existing files are replaced.
 """
 
 if not __package__:  # run as a file
@@ -16,7 +15,7 @@ if not __package__:  # run as a file
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -31,14 +30,12 @@ from megatron.config.checks import fillable
 from megatron.config.parse import parse_call, whole_program
 from megatron.data.files import write_atomically
 from megatron.data.json_lines import find_shards
-from megatron.data.text_checks import WARN_UNKNOWN
 from megatron.data.tokenizer import (
     CONTINUATION,
     END_MARKS,
     END_OF_DOCUMENT,
     MARKS,
     PAD_MARKS,
-    UNKNOWN,
     BertWordPieceCase,
     BertWordPieceLowerCase,
     GPT2BPETokenizer,
@@ -54,7 +51,6 @@ BYTES = 256
 BEGIN_MARKS = ("[BOT]", "<s>", "[CLS]", "<bos>", "<|begin_of_text|>", "<|startoftext|>")
 MOST_LETTERS = 1000  # in the vocabulary of a WordPiece, as in BERT's; rarer ones are [UNK]
 UNIT_BYTES = 1 << 40  # so large that every file is one unit
-SAMPLE, SAMPLE_CHARACTERS = 500, 4000  # documents and characters of each in which [UNK] is counted
 
 Files = Mapping[str, bytes]
 
@@ -155,11 +151,6 @@ def train_tokenizer_json(
     """tokenizer.json, and tokenizer_config.json, by which transformers loads the folder."""
     tokenizer = build_byte_pairs(paths, vocab_size, special_tokens)
     tokenizer.encode_special_tokens = True
-    if words := [t for t in special_tokens if tokenizer.token_to_id(t) in tokenizer.encode(t).ids]:
-        works = ("--special-tokens", *(f"[{t}]" if t in words else t for t in special_tokens))
-        raise UsageError(
-            "--special-tokens", " ".join(words), "tokens that no text is made of", works=works
-        )
     marks = {"eos_token": END_MARKS, "bos_token": BEGIN_MARKS, "pad_token": PAD_MARKS}
     config: dict[str, str] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for name, usual in marks.items():
@@ -184,9 +175,7 @@ def train_byte_pairs(paths: Sequence[Path], vocab_size: int) -> Files:
 def train_wordpiece(paths: Sequence[Path], vocab_size: int, *, is_lower_case: bool) -> Files:
     tokenizer = build_wordpiece(MARKS, is_lower_case=is_lower_case)
     # A letter takes two ids; all letters together get at most a quarter of the ids.
-    sample: list[str] = []
-    most = min(MOST_LETTERS, vocab_size // 8)
-    letters = find_letters(tokenizer, sampled(texts(paths), sample), most)
+    letters = find_letters(tokenizer, texts(paths), min(MOST_LETTERS, vocab_size // 8))
     # By itself the library numbers continuations in an order that changes from run to run, and
     # merges, of equally frequent pairs, the one with the lower numbers.
     alphabet = [*letters, *continuations(tokenizer, letters)]
@@ -201,37 +190,7 @@ def train_wordpiece(paths: Sequence[Path], vocab_size: int, *, is_lower_case: bo
     tokenizer.train_from_iterator(texts(paths, again=True), trainer)
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
-    warn_of_unknown(build_wordpiece(tokens, is_lower_case=is_lower_case), sample, most)
     return {"vocab.txt": "".join(f"{token}\n" for token in tokens).encode()}
-
-
-def sampled(texts: Iterable[str], sample: list[str]) -> Iterator[str]:
-    """Yields the same texts, and adds the beginnings of some, evenly spaced, to `sample`."""
-    stride = 1
-    for number, text in enumerate(texts):
-        if number % stride == 0:
-            sample.append(text[:SAMPLE_CHARACTERS])
-        if len(sample) == 2 * SAMPLE:
-            del sample[1::2]
-            stride *= 2
-        yield text
-
-
-def warn_of_unknown(tokenizer: Tokenizer, sample: Sequence[str], most: int) -> None:
-    """Warn if much of the training text is [UNK].  most: limit of the tokenizer's letters."""
-    encodings = tokenizer.encode_batch(sample, add_special_tokens=False)
-    ids = [number for encoding in encodings for number in encoding.ids]
-    share = ids.count(MARKS.index(UNKNOWN)) / max(1, len(ids))
-    if share <= WARN_UNKNOWN:
-        return
-    cure = f"a larger --vocab-size, which knows more than {most} letters,"
-    if most == MOST_LETTERS:
-        cure = f"a ready vocabulary of this script (of letters no more than {most} are learned)"
-    print(
-        f"warning: {share:.1%} of the tokens of a sample of --input are {UNKNOWN}; {cure} would "
-        "work",
-        file=sys.stderr,
-    )
 
 
 def find_letters(tokenizer: Tokenizer, texts: Iterator[str], most: int) -> list[str]:

@@ -79,16 +79,11 @@ def test_same_tokenizer(tmp_path: Path, kind: str) -> None:
     assert marks == ([None] * 3 if "Bert" in kind else [None, "</s>", "<pad>"])
 
 
-@pytest.mark.parametrize(
-    ("count", "size", "words", "share"), [(1500, 9000, "", 33.3), (500, 100, "words ", 98.2)]
-)
-def test_unknown_letters(
-    tmp_path: Path, capsys: Capture, count: int, size: int, words: str, share: float
-) -> None:
+@pytest.mark.parametrize(("count", "size", "words"), [(1500, 9000, ""), (500, 100, "words ")])
+def test_unknown_letters(tmp_path: Path, count: int, size: int, words: str) -> None:
     letters = "".join(chr(0x4E00 + number) for number in range(count))
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": f"{words}{letters} {words}"}] * 2)
     train_tokenizer((source,), size, tmp_path, LOWER_CASE)
-    assert f"{share}%" in capsys.readouterr().err
     tokenizer = read_tokenizer(LOWER_CASE, tmp_path)
     assert tokenizer.encode(letters[-1]) == [1]
     assert 1 not in tokenizer.encode(words)
