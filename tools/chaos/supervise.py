@@ -26,6 +26,14 @@ LONGEST = 200  # characters of a cause
 ASKED = ("drop", "flip_weight")  # kinds that the probe does
 FOLDER = "CHAOS_EVENTS"
 
+# What events have beside "time".
+FIELDS: dict[str, dict[str, Any]] = {
+    "loaded": {"step": int},
+    "step": {"step": int},
+    "evaluation": {"step": int, "at": str},
+    "save": {"step": int, "at": str},
+    "fault": {"number": int},
+}
 Event = dict[str, Any]
 Launch = Callable[[Sequence[str], Mapping[str, str], Path], Start]
 """(command, variables to add to the environment, folder for what it prints) -> its start."""
@@ -242,22 +250,13 @@ class Events:
 
 def _checked(line: bytes, file: Path, number: int) -> Event:
     try:
-        event = json.loads(line)
-        name = event["event"]
-        wrong = [] if isinstance(event["time"], int | float) else ["time"]
-        if name in ("loaded", "step", "evaluation", "save"):
-            wrong += [] if type(event["step"]) is int else ["step"]
-        if name in ("evaluation", "save"):
-            wrong += [] if event["at"] in ("begin", "end") else ["at"]
-        if name == "fault":
-            wrong += [] if type(event["number"]) is int else ["number"]
-        if not wrong:
-            return dict(event)
-        reason = f"wrong value of {wrong[0]}"
-    except KeyError as error:
-        reason = f"no {error.args[0]}"
-    except (ValueError, TypeError):
-        reason = "no JSON object"
+        event: Event = json.loads(line)
+        types = {"time": (int, float)} | FIELDS.get(event["event"], {})
+        if all(isinstance(event[name], kind) for name, kind in types.items()):
+            return event
+        reason = f"wrong value of one of {', '.join(types)}"
+    except (ValueError, TypeError, KeyError) as error:
+        reason = repr(error)
     raise RunFailed(f"{file}, line {number} is no event of tools/chaos/probe.py: {reason}")
 
 
