@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank
 from benchmarks.processes import Agents, Running, measure, timed
-from benchmarks.report import Results, cell, write_page
+from benchmarks.report import Results, cell, others_in, write_page
 from tests.benchmarks import small_question
 from tests.benchmarks.run import forked
 from tests.benchmarks.small_question import failing, hungry, on_a_gpu, steady, working
@@ -100,13 +100,13 @@ def test_memory_and_cpu_of_a_turn() -> None:
     own = {"megabytes": 1, "prepared": 200}
     prepared = Contender(name="prepared", run=hungry, arguments=own)
     alone = Contender(name="turns", run=hungry, arguments=own, memory_of_turns=True)
-    busy = Contender(name="busy", run=working, arguments={"seconds": 0.3})
+    busy = Contender(name="busy", run=working, arguments={"seconds": 0.3}, ranks=2)
     found = measured([large, prepared, alone, busy], warm_up=0)
     memory = {each["name"]: each["rounds"][0]["peak_bytes"] for each in found}
     for name in ("large", "prepared"):
         assert 200 * 2**20 <= memory[name] < 500 * 2**20
     assert max(memory["turns"], memory["busy"]) < 50 * 2**20
-    assert found[-1]["rounds"][0]["cpu"][0] >= 0.6  # of the process and its child
+    assert found[-1]["rounds"][0]["cpu"][0] >= 1.2  # of both processes and their children
 
 
 def test_reasons_not_to_measure() -> None:
@@ -210,6 +210,7 @@ def test_cells() -> None:
     assert b == "| b | 4.0 | 8.0 | 8.0 | 2.00 (1.00 to 3.00) | 0.50 (0.33 to 1.00) | 2 | 7 |"
     assert c == "| c (not measured: takes a GPU) | | | | | | | 7 |"
     assert cell([1.0, 2.0]).low is None
+    assert (cell(range(8))[1:], cell(range(9))[1:]) == ((0, 7), (1, 7))
 
 
 def test_page(tmp_path: Path) -> None:
@@ -245,7 +246,12 @@ def test_records_of_other_processors_stay(tmp_path: Path) -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", own["date"])
     assert (own["cores"], own["size"]) == (os.cpu_count(), 5)
     assert 0 <= own["others_share_of_cores"] <= 1
-    refusal(lambda: asked.ask([contender("a")], Flags(contenders=("z",)), {}), field="--contenders")
+    file.write_text(json.dumps([own | {"gpu": "H"}]))
+    assert len(others_in(file, own)) == 1
+    wrong: dict[str, Any] = {"contenders": ("z",), "rounds": 0, "turns": 0}
+    for name, value in wrong.items():
+        flags = Flags(**{name: value})
+        refusal(partial(asked.ask, [contender("a")], flags, {}), field=f"--{name}")
 
 
 def test_a_miniature_stands_before_the_words_given(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,8 +24,10 @@ from benchmarks import (
     commits,
     context,
     output_layer,
+    peers,
     pipeline,
     scaling,
+    steps,
     tensor_modes,
     train_step,
     useful_time,
@@ -388,6 +390,31 @@ def test_more_than_one_read_of_a_step_is_a_failure(reads: int) -> None:
     only = {"group": "step", "name": "host reads", "first": "host reads", "reason": "", "facts": {}}
     found = Results(activations.QUESTION, {"contenders": [only | {"rounds": [{"reads": reads}]}]})
     assert bool(activations.QUESTION.failure(found)) is (reads > 1)
+
+
+def test_other_weights_than_the_undisturbed_ones_are_not_equal(tmp_path: Path) -> None:
+    report = {"faults": [], "unnamed": [], "failure": None, "weights": {"equal": False}}
+    report |= {"useful_share": 0.5, "cold_start_seconds": 1.0}
+    file = tmp_path / "round_0" / "report.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(report))
+    given = (Rank(), OURS, [], "", str(tmp_path), "")
+    with patch.object(useful_time.subprocess, "Popen") as started:
+        started.return_value.communicate.return_value = ("", None)
+        found = useful_time.disturbed(*given)() or {}
+    assert (found["useful"], found["equal"]) == (50, 0)
+
+
+def test_ranks_read_different_samples() -> None:
+    config = steps.read(f"{steps.SMALL} --train-iters 9".split())
+    places = ((0, 0), (0, 1), (1, 0), (1, 1))  # number of a batch, rank of two
+    found = [steps.batch_of(config, *each, 2).numbers.tolist() for each in places]
+    assert found == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_the_norm_counts_what_is_whole_on_the_first_rank() -> None:
+    own = Mock(rank=Rank(), parameters=[None], is_cut=lambda parameter: False)
+    assert peers.MasterTraining.norm(own, [torch.tensor([3.0, 4.0])]) == 5
 
 
 def test_losses_of_commits_are_compared_without_dropout() -> None:

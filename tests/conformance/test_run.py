@@ -137,6 +137,11 @@ def scale_one(figures: Figures) -> None:
     figures.gradients[NAME] *= 1 + 1e-11  # below the cap of later figures
 
 
+def slip(figures: Figures) -> None:
+    figures.losses[0] *= 1 + 1e-11
+    figures.losses[1] *= 1 + 1e-10  # more, and below the limit of later figures
+
+
 def move_a_zero(figures: Figures) -> None:
     figures.gradients["transformer.h.0.attn.c_attn.bias"][30] += 1e-6
 
@@ -153,6 +158,7 @@ def move_a_zero(figures: Figures) -> None:
         (diverge, "loss", "step 3"),
         (leave_out_weights, "weight", "step 3"),
         (scale_one, "gradient", NAME),
+        (slip, "loss", "step 1"),
         (move_a_zero, "gradient", "c_attn.bias"),
     ],
 )
@@ -441,6 +447,17 @@ def test_ranks_that_fail_or_hang(
     assert run.main(["--adapter", PLAIN, "--python", str(python), *flags.split()]) == 2
     said = capsys.readouterr().out
     assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(("each", "status"), [((0, 2, 1), 1), ((3, 0, 2), 2), ((0, 3, 0), 3)])
+def test_the_status_of_several_models(
+    each: tuple[int, ...], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A difference is said before a failure, and this before figures without content."""
+    found = iter(each)
+    monkeypatch.setattr(run, "flops_of", lambda fixture: 1)
+    monkeypatch.setattr(run, "run_model", lambda model, *_: run.Result(model.name, next(found)))
+    assert run.main(["--adapter", PLAIN, "--layout", "data=1"]) == status
 
 
 def test_a_rank_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,11 @@ def assert_equal(found: Run, expected: Run, tolerance: float = 1e-10) -> None:
         close(found.logits, expected.logits, atol=1e-9)
 
 
+def test_another_seed_is_other_samples() -> None:
+    other = own_dataset.Characters(bytes(range(256)) * 3, seed=2)
+    assert not np.array_equal(TEXT.batch(range(4)).tokens, other.batch(range(4)).tokens)
+
+
 @pytest.mark.parametrize("name", GPT2S)
 def test_gpt2_is_that_of_plain_torch(gloo: Pool, name: str) -> None:
     for tensor in (1, 2):

@@ -24,7 +24,7 @@ SLURM = {
     "SLURM_NTASKS": "8",
     "SLURM_NTASKS_PER_NODE": "4",
 }
-CHECKPOINTS = ["--save", "C", "--load=C"]
+CHECKPOINTS = ["--save", "C/lr=1", "--load=C/lr=1"]
 
 # Both tell what they were called with. srun's status is that of the ranks, of which there is none.
 SRUN = """#!/usr/bin/env bash

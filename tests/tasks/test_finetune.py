@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import signal
 import weakref
@@ -15,7 +16,7 @@ from pathlib import Path
 from shutil import copy, copytree
 from statistics import median
 from typing import Any, get_args
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -250,6 +251,8 @@ def test_record_of_training(tuned: Tuned, pretrained: Path) -> None:
     assert record["checkpoint_hash"] == read_manifest(pretrained)["checksum"]
     tensors = read_manifest(step_folders(save / "seed_1234")[0])["tensors"]
     assert record["model"]["parameters"] == sum(prod(x["shape"]) for x in tensors.values())
+    origin = read_manifest(step_folders(save / "seed_1234")[0])["weights_of"]
+    assert origin == read_manifest(pretrained)["run"] is not None
     assert [Path(each["file"]).name for each in record["data"]] == ["train", "near", "far"]
     chosen = {"lr": 1e-2, "epochs": 3, "head": "classifier"}
     assert record["hyper_parameters"] | chosen == record["hyper_parameters"]
@@ -282,6 +285,13 @@ def test_medians_and_best_epoch(tuned: Tuned) -> None:
     assert "near_examples" not in record["last_epoch"], "all seeds agree on it"
     right = [epochs[-1]["near_parts"]["right"] for epochs in runs]
     assert record["near_parts"]["right"] == median(right)
+
+
+def test_of_equal_epochs_the_first_is_the_best() -> None:
+    done = [{"figures": {"f": value}} for value in (math.nan, 1, 2, 2)]
+    epochs = Mock(done=done)
+    epochs.run.job.task.best = "f"
+    assert finetune.Epochs.best(epochs) == 2
 
 
 def test_checkpoints_give_their_figures(tuned: Tuned) -> None:

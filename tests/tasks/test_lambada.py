@@ -142,6 +142,9 @@ def test_word_boundary_and_long_passages(tmp_path: Path, tokenizer: Tokenizer) -
     assert len(long.inputs) == 24
     assert [len(each) for each in task.prompts.tokens] == [6, 8]
     assert task.prompts.most == 16
+    exact, one = task_of(file, tokenizer, len(short.inputs)), np.ones(2, np.int64)
+    figures = exact.score(Scores(-1.0 * one, one, one, one > 0), [[], []])
+    assert figures["truncated_contexts"] == 1  # the last token is no input
 
 
 def test_words_count_whole(file: Path, tokenizer: Tokenizer) -> None:

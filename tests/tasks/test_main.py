@@ -8,11 +8,14 @@ import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
 from megatron.checkpoint.format import read_manifest
 from megatron.config.parse import parse
+from tasks.cifar10 import draw
 from tasks.main import TASKS, find_module, main, split_task
 from tasks.record import ROOT, identify
 from tests.programs import refused_before_torch
@@ -26,16 +29,27 @@ README = (ROOT / "tasks" / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_folder_is_known_by_the_names_and_the_content_of_its_files(tmp_path: Path) -> None:
-    files, found = [tmp_path / name for name in ("a", "b")], set[str]()
+    files, found = [tmp_path / name for name in ("a", "b", "folder/b")], set[str]()
+    files[2].parent.mkdir()
     files[0].write_text("1")
     for change in (
         lambda: None,
         lambda: files[0].rename(files[1]),
-        lambda: files[1].write_text("2"),
+        lambda: files[1].rename(files[2]),
+        lambda: files[2].write_text("2"),
     ):
         change()
         found.add(identify(tmp_path)["sha256"])
-    assert len(found) == 3
+    assert len(found) == 4
+
+
+def test_pictures_are_spread_over_the_images(tmp_path: Path) -> None:
+    images = MagicMock()
+    images.splits[0].labels = np.zeros(100, np.int64)
+    images.batch.return_value.images = np.zeros((1, 4, 4, 3))
+    draw(tmp_path / "x.png", images, np.arange(100) % 2, ("a", "b"))
+    drawn = [call.args[0][0] for call in images.batch.call_args_list]
+    assert [drawn[each] for each in (0, 15, 16, 31)] == [0, 98, 1, 99]
 
 
 def of_file(file: Path, peer: Peer, *more: str) -> list[str]:

@@ -40,12 +40,12 @@ def test_presets_are_table_6() -> None:
 
 def test_table_5_beside_a_result() -> None:
     figures = {"accuracy": 0.5, "middle_accuracy": 0.75, "high_accuracy": 0.375}
-    found = compare("RACE", {"last_epoch": {**figures, "other": 1}}, 1_500_000_000)
+    found = compare("RACE", {"last_epoch": {**figures, "other": 1}}, 2_400_000_000)
     assert (found["table"], found["here"]) == (5, {"last_epoch": figures})
     assert [row["model"] for row in found["rows"]] == ["336M", "1.3B", "3.9B", "3.9B ensemble"]
-    assert [row["model"] for row in found["rows"] if row["nearest"]] == ["1.3B"]
+    assert [row["model"] for row in found["rows"] if row["nearest"]] == ["3.9B"]  # by ratio
     assert found["rows"][3]["accuracy"] == 0.909
-    lines = as_text(found, 1_500_000_000).splitlines()
+    lines = as_text(found, 2_400_000_000).splitlines()
     assert lines[2].split()[:4] == ["1.3B", "0.8730", "0.9040", "0.8610"]
     assert lines[5].split()[1:4] == ["0.8940", "-", "-"]
     assert lines[6].split()[2:5] == ["0.5000", "0.7500", "0.3750"]

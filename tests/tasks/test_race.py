@@ -89,13 +89,15 @@ def test_long_passages_and_questions(tmp_path: Path) -> None:
     counted = task.notes["input"]["valid"]["high"]
     assert (counted["truncated"], counted["truncated_options"]) == (4, 1)
     assert counted["longest"] == question + 30 + 99 + 3
+    assert Settings(seq_length=63, valid_data=(folder,)).kept_qa == 16  # a quarter, rounded up
 
 
 def test_cut_options(tmp_path: Path) -> None:
     folder = write(tmp_path / "high", PASSAGE, OTHER)
     longest = max(race(folder).evaluations["high"].options.lengths)
     message = str(refusal(lambda: race(folder, max_qa_length=6)))
-    for part in (f"--valid-data {folder}: ", f"--max-qa-length {longest} ", "--max-truncated 0.92"):
+    cures = (f"--max-qa-length {longest} would cut none", "--max-truncated 0.92")
+    for part in (f"--valid-data {folder}: ", *cures):
         assert part in message
 
 

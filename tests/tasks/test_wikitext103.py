@@ -89,6 +89,7 @@ def test_figures_of_a_plain_loop(
     }
 
 
+@pytest.mark.filterwarnings("error")
 def test_window(tmp_path: Path) -> None:
     config = {"model": {"max_position_embeddings": 64}, "data": {"seq_length": 32}}
     settings = Settings(trained=TrainedConfig(load=""), valid_data=tmp_path)

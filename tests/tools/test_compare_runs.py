@@ -12,16 +12,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from megatron.checkpoint.format import read_manifest, seal
 from megatron.data.files import sha256
 from megatron.errors import flag
+from megatron.train.diagnose import OUTPUT
 from tests.huggingface import write_folder
 from tests.programs import ROOT, finished, lines_of, newest, run_script, values_of
 from tests.refusals import by_last_flag, field_of, refusal, refused
 from tests.tiny import mesh_of_ranks, samples, tiny_config, tiny_model
 from tests.tools.corpus.lines import read_jsonl, write_jsonl
 from tools import compare_runs
+from tools.layouts import activations
 from tools.layouts.activations import beyond, compare_models
 from tools.report.runs import PLACES
 
@@ -338,6 +341,22 @@ def test_activations_that_are_no_numbers() -> None:
     other.get_parameter(f"{name}.bias").data[0] = torch.nan
     result = compare_models(other, again, samples(2), mesh)
     assert (weights(result), first(result, *FORWARD, *BACKWARD)) == ([], None)
+
+
+def test_what_is_almost_nothing_is_measured_by_the_largest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the gradient of what has none: zero in one run, rounding in the other."""
+    large, nothing = torch.ones(4), [torch.zeros(4), torch.full([4], 1e-30)]
+
+    def run_step(model: Any, batch: Any, mesh: Any, see: Any) -> dict[str, float]:
+        see((OUTPUT, "large", 1), large)
+        see((OUTPUT, "nothing", 1), nothing.pop(0))
+        return {}
+
+    monkeypatch.setattr(activations, "run_step", run_step)
+    result = compare_models(nn.Module(), nn.Module(), samples(2), mesh_of_ranks(1))
+    assert not beyond(result["tensors"], 1e-6)
 
 
 MOCK = "--mock-data --train-iters 1 --micro-batch-size 2 --global-batch-size 4"

@@ -8,10 +8,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from megatron.parallel.mesh import serial_mesh
 from tests.dist import Pool
 from tests.programs import ROOT, run_script
 from tests.refusals import field_of, refusal
@@ -76,6 +78,14 @@ def test_two_processes(tmp_path: Path) -> None:
         assert each["right"] is True
         assert each["backend"] == "gloo"
         assert each["bus_bytes_per_second"] == pytest.approx(each["bytes"] / each["seconds"])
+
+
+def test_a_collective_takes_as_long_as_its_slowest_rank() -> None:
+    mesh = MagicMock(device=torch.device("cpu"))
+    mesh.control.gather.return_value = [(True, 0.5), (True, 2.0)]
+    (fact,) = links._one_size(serial_mesh().data, "gloo", 1024, mesh)
+    assert isinstance(fact, Fact)
+    assert fact.value["seconds"] == 2
 
 
 def spoiled_sums() -> list[str]:

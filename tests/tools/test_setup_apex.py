@@ -59,9 +59,9 @@ def test_missing_parts(folder: Path) -> None:
 
 
 def test_build_of_apex(folder: Path) -> None:
-    for _ in range(2):  # the second time all is complete
-        status, _, installs = setup(folder, "--test")
-        assert (status, len(installs)) == (0, 2)
+    for words, count in (((), 2), (["--test"], 4), (["--test"], 4)):  # at the end all is complete
+        status, _, installs = setup(folder, *words)
+        assert (status, len(installs)) == (0, count)
     status, _, installs = setup(folder, "--with-apex", "nvidia")
     assert status == 0
     assert installs[-1].startswith("11 ")  # APEX_CPP_EXT and APEX_CUDA_EXT

@@ -54,15 +54,17 @@ def killed_and_stopped() -> History:
 
 
 def test_spans_add_up_and_each_update_counts_once() -> None:
-    report = account(killed_and_stopped())
+    history = killed_and_stopped()
+    history.rows.insert(0, Row(0, "stop", "stop 1 s", 1, 110, 111, 111, False))  # in a save
+    report = account(history)
     assert report["wall_seconds"] == 47
     assert report["seconds"] == {
         "first start": 5,
         "steps": (2 + 2 + 0.5) + 2 + (5 - 3) + 2 + 2,
         "evaluation": 2,
-        "save": 1.5 + 1 + 1,
+        "save": (1.5 - 1) + 1 + 1,
         "repeated": 2 + 1,  # step 3, and the second that the kill cut off
-        "stopped": 3,
+        "stopped": 1 + 3,
         "detection": 5 + 1,
         "restart": 5 + 4,
         "load": 2,

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from megatron.errors import UsageError
 from tests.refusals import refusal
 from tests.tools.corpus.lines import dropped, duplicates, manifest, read_jsonl, write_jsonl
 from tools.corpus.dedup import Settings, run, signatures
-from tools.corpus.dedup.clusters import join_all, roots_of
+from tools.corpus.dedup.clusters import Clusters, best_edges, join_all, roots_of
 from tools.corpus.dedup.signatures import SHINGLES, Bands, Shingle, Shingler
+from tools.corpus.dedup.verify import EDGE, Sets
 from tools.corpus.files import write_shard
 
 WORDS = [f"{a}{b}{c}" for a in "bcdfg" for b in "aeiou" for c in ("st", "rn", "nd", "ll", "x")]
@@ -394,3 +396,25 @@ def test_another_seed_permutes_otherwise() -> None:
     hashes = Shingler("char5", 1).shingle_set("some text or other")
     one, other = (Shingler("char5", seed).sign(hashes) for seed in (1, 2))
     assert (one == other).mean() < 0.1
+
+
+def test_sets_are_read_again_only_after_memory_was_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def note(_: Sets, number: int) -> Any:
+        read.append(number)
+        return np.zeros(10, np.uint64)
+
+    monkeypatch.setattr(Sets, "_read", note)
+    sets = Sets(Path(), MagicMock(), 100)
+    for number in (0, 1, 0, 2, 3, 2):  # two fit
+        assert len(sets[number]) == 10
+    assert read == [0, 1, 2, 3]
+
+
+def test_of_equal_edges_in_several_files_the_first_by_rank_counts() -> None:
+    places = np.arange(4)
+    found = Clusters(places, 0 * places, [*"abcd"], [""] * 4, places, 0 * places, places, places)
+    pairs = [(1, 3), (0, 3), (2, 3)]
+    via, best = best_edges(found, [np.array([(*pair, 1, 2)], EDGE) for pair in pairs])
+    assert (via.tolist(), best.tolist()) == ([3, 3, 3, 0], [0.5] * 4)

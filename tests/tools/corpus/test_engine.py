@@ -291,8 +291,12 @@ def test_a_second_run_in_the_same_folder_is_refused(
 ) -> None:
     folder, output = tmp_path / "in", tmp_path / "out"
     shares = [toy(folder, output, shard=f"{k}/2") for k in (0, 1)]
-    with StepRun("toy", shares[0]), StepRun("toy", shares[1]):
-        assert refused_field(toy(folder, output)) == "--output"
+    with StepRun("toy", shares[0]):
+        unfinished = output / f"part-00000.jsonl.{'0a' * 16}.part"
+        unfinished.touch()
+        with StepRun("toy", shares[1]):
+            assert refused_field(toy(folder, output)) == "--output"
+            assert unfinished.exists()  # another share writes it
     with StepRun("toy", toy(folder, output)):
         assert refused_field(toy(folder, output)) == "--output"
     run(toy(folder, output))

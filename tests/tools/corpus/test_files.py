@@ -280,6 +280,7 @@ def test_other_fields_survive_on_one_line(more: bytes) -> None:
     written = files.dump_record(record)
     assert repr(json.loads(written)) == repr(expected)
     assert len(written.splitlines()) == 1
+    assert rb"\u00f6" not in written
 
 
 def test_the_last_of_duplicate_keys_counts_and_no_number_costs_the_document() -> None:

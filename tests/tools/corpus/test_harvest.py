@@ -49,14 +49,14 @@ def test_modules_become_one_document_of_prose() -> None:
     2
     """
 class A:
-    """The first class of this module, with words."""
+    """Four words are enough."""
     def f(self):
         """Return the number of things there are."""
         return "no docstring is this, though it reads like one"
 '''
     assert read_module("pack/mod.py", source) == (
         "pack.mod\n\nA module that shows how it is done.\n\n"
-        "A\n\nThe first class of this module, with words.\n\n"
+        "A\n\nFour words are enough.\n\n"
         "A.f\n\nReturn the number of things there are."
     )
     assert read_module("broken.py", b"def f(:") == ""

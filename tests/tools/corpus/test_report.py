@@ -99,6 +99,9 @@ def test_a_source_that_a_step_does_not_read_passes_it_by(tmp_path: Path) -> None
     first, last = follow(read_steps([wiki, write_step(tmp_path / "b", "dedup", both, both)]))
     assert first.before == counts({**both, "wiki": (5, 500)})
     assert first.after == last.after == counts(both)
+    renamed = write_step(tmp_path / "c", "extract", {"dump": (4, 900)}, {"wiki": (4, 400)})
+    first, _ = follow(read_steps([renamed, write_step(tmp_path / "d", "clean", both, both)]))
+    assert first.before == counts({"dump": (4, 900), "news": both["news"]})  # no wiki yet
 
 
 def test_each_step_accounts_for_what_it_kept_and_dropped(tmp_path: Path) -> None:

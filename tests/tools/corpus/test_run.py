@@ -333,7 +333,11 @@ def test_the_array_of_jobs_writes_what_one_process_writes(tmp_path: Path) -> Non
 
 
 def test_there_is_an_array_for_every_stage(finished: Path, tmp_path: Path) -> None:
-    for step in ("clean", "dedup", "split"):
-        jobs = submit(tmp_path, step, "--input", "x", NOTHING="1")
-        needed = {*stages(finished.parent / "out" / step)} - {"checksums"}  # of the last job
+    (tmp_path / "urls.txt").write_text("http://example.com/a\n")
+    words = ["--input", str(tmp_path), "--output", str(tmp_path / "urls"), "--workers", "1"]
+    program("tools.corpus.urls", words)
+    steps = [finished.parent / "out" / step for step in ("clean", "dedup", "split")]
+    for folder in (*steps, tmp_path / "urls"):
+        jobs = submit(tmp_path, folder.name, "--input", "x", NOTHING="1")
+        needed = {*stages(folder)} - {"checksums"}  # of the last job
         assert sum("--array=" in job for job in jobs) == len(needed)

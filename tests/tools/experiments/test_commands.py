@@ -289,6 +289,8 @@ def test_scripts_before_anything_is_installed(tmp_path: Path) -> None:
         command = ["bash", *map(str, words)]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
 
+    (tmp_path / FILES[0]).parent.mkdir()
+    (tmp_path / FILES[0]).touch()  # empty, as a download that broke off
     ended = run("scripts/paper/miniature.sh", "--fresh", "--data", tmp_path)
     assert ended.returncode == 2
     assert all(f"{tmp_path}/{name}" in ended.stderr for name in FILES)

@@ -284,6 +284,12 @@ def test_gpus_that_are_used(gpus: int, cores: int, expected: Processes) -> None:
     assert runner.fit_processes(config, Machine(gpus, cores)) == expected
 
 
+def test_micro_batches_divide_the_share_of_a_rank() -> None:
+    flags = ["--preset", "quickstart", "--micro-batch-size", 4, "--global-batch-size", 12]
+    config = runner.parse_training(PretrainGPT2Config, flags)
+    assert runner.fit_processes(config, Machine(2, 2)) == Processes(2, 2, 1)
+
+
 def test_hidden_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert count_gpus() == 0  # without nvidia-smi

@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,13 @@ def test_presets(preset: Path) -> None:
     assert (asked.model.hidden_dropout, asked.model.dropout_of_embeddings) == (0.2, 0.2)
     pure, precision = read_settings(["--preset", str(preset), CUT, "--pure-bf16"], {})
     assert (precision, pure.precision.pure_bf16, pure.precision.fp16) == ("bf16", True, False)
+
+
+def test_a_batch_that_all_layouts_divide(preset: Path, tmp_path: Path) -> None:
+    config, precision = read_settings(["--preset", str(preset), "data=2"], {})
+    config = replace(config, training=replace(config.training, global_batch_size=None))
+    jobs = compare_layouts.plan(config, precision, ["data=2", "data=3"], tmp_path)
+    assert {job.config.training.global_batch_size for job in jobs.values()} == {2 * 2 * 3}
 
 
 def test_nan_loss() -> None:

@@ -128,6 +128,7 @@ def test_smoothing_keeps_lines_and_averages_noise() -> None:
     assert curves.smooth(line) == pytest.approx(line)
     noise = [math.cos(math.pi * step) for step in range(200)]
     assert max(map(abs, curves.smooth(noise)[20:])) < 0.2
+    assert curves.smooth([0.0] * 50 + [1.0] + [0.0] * 49)[50] == pytest.approx(1 / 9)
     assert curves.smooth([5.0]) == [5.0]
     assert curves.smooth([0.1] * 3000) == [0.1] * 3000
 

@@ -518,6 +518,7 @@ DAMAGED: list[tuple[str, Callable[[Any], object], str]] = [
     ("state", lambda state: state[4].pop("step"), "step"),
     ("state", lambda state: state[4].update(step=torch.tensor(9.0)), "steps"),
     ("state", lambda state: state[4].update(exp_avg=torch.ones(3)), "optimizer.state.4.exp_avg"),
+    ("state", lambda state: state[4]["exp_avg"].fill_(torch.nan), "exp_avg"),
     ("state", lambda state: state[4].update(max_exp_avg_sq=torch.ones(3)), "max_exp_avg_sq"),
     ("state", lambda state: state.update({EMBEDDING: state[0]}), "twice"),
     ("groups", lambda groups: groups[0].update(amsgrad=True), "amsgrad"),

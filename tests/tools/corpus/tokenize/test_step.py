@@ -23,9 +23,9 @@ from megatron.errors import UsageError
 from tests.data.samples import write_tokenizer, write_tokenizer_json, write_wordpiece
 from tests.refusals import by_last_flag, refusal, refused
 from tests.tools.corpus.lines import content, manifest, write_jsonl
-from tools.corpus import split
+from tools.corpus import files, split
 from tools.corpus.tokenize import step
-from tools.corpus.tokenize.encode import split_sentences
+from tools.corpus.tokenize.encode import SAMPLE_UNITS, sample_texts, split_sentences
 from tools.corpus.tokenize.settings import Settings
 from tools.corpus.tokenize.writer import verify
 
@@ -115,6 +115,14 @@ def outputs(prefix: str) -> dict[str, bytes]:
     """{what follows the prefix: content} of every file, those in folders too."""
     every = content(Path()).items()
     return {name.removeprefix(prefix): x for name, x in every if name.startswith(f"{prefix}_")}
+
+
+def test_a_sample_is_of_the_whole_input() -> None:
+    write_lines("a.jsonl", [f"{number:04}" for number in range(1000)])
+    units = files.cut([Path("a.jsonl")], 40)
+    assert len(units) > 3 * SAMPLE_UNITS
+    found = sorted(map(int, sample_texts(units, "text")))
+    assert (found[0] < 50, found[-1] > 950) == (True, True)
 
 
 def test_documents_in_order_with_end_marks(tokenise: Tokenise) -> None:

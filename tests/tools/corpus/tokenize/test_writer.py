@@ -191,6 +191,7 @@ def test_a_tokenizer_is_on_disk_before_it_has_its_name(tmp_path: Path) -> None:
         samples.write_shards(tmp_path / "p", SHARDS, TOKENIZER)
     before = calls[: calls.index(" p.tokenizer")]
     assert {f"flush {name}" for name in (*TOKENIZER, "p.tokenizer.partial")} <= {*before}
+    assert calls[-1] == f"flush {tmp_path.name}"  # the names of all
 
 
 def test_a_damaged_tokenizer_of_an_equal_data_set_is_replaced(tmp_path: Path) -> None:
