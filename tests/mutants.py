@@ -1407,6 +1407,165 @@ the-last-step-of-a-seed-has-no-rate
 a-tied-embedding-counts-twice
 - for spec in sharding_specs(self.model).values() if spec.is_owner()]
 + for spec in sharding_specs(self.model).values()]
+@ tasks/language_model.py | tools/test_lm_harness::test_a_begin_mark
+a-text-begins-without-its-mark
+- begin = [] if add_special_tokens is False else self._begin
++ begin = self._begin if add_special_tokens else []
+@ tasks/lambada.py | tasks/test_lambada::test_word_boundary
+a-passage-that-fits-is-cut
+- sum(len(each.tokens) > self.positions + 1 for
++ sum(len(each.tokens) > self.positions for
+@ tasks/cifar10.py | tasks/test_main::test_pictures
+pictures-of-the-first-images
+- chosen = numbers[np.linspace(0, len(numbers) - 1, min(2 * DRAWN, len(numbers)), dtype=int)]
++ chosen = numbers[: 2 * DRAWN]
+@ tasks/finetune.py | tasks/test_finetune::test_of_equal_epochs
+the-last-of-equal-epochs-is-the-best
+- return max(range(len(values)), key
++ return max(reversed(range(len(values))), key
+@ tasks/finetune.py | tasks/test_finetune::test_record_of_training
+a-fine-tuned-model-of-no-run
+- "weights_of": manifest.get("run"),
++ "weights_of": None,
+@ tasks/readers/inputs.py | tasks/test_race::test_cut_options
+a-cure-still-cuts-the-longest
+- left = int((lengths > better).sum())
++ left = int((lengths >= better).sum())
+@ tasks/readers/race.py | tasks/test_race::test_long_passages
+a-quarter-rounded-down
+- return self.max_qa_length or -(-self.seq_length // 4)
++ return self.max_qa_length or self.seq_length // 4
+@ tasks/wikitext103.py | tasks/test_wikitext103::test_window
+a-window-as-in-training-is-warned-of
+-     if length > trained:
++     if length >= trained:
+@ tasks/paper.py | tasks/test_paper::test_table_5
+nearest-in-parameters-not-in-ratio
+- abs(log(PARAMETERS[name] / parameters))
++ abs(PARAMETERS[name] - parameters)
+@ tasks/record.py | tasks/test_main::test_a_folder
+a-file-that-moved-inside-its-folder
+- {each.relative_to(path).as_posix()}\n
++ {each.name}\n
+@ tools/corpus/engine.py | tools/corpus/test_engine::test_a_second_run
+a-share-removes-what-others-write
+-                 if settings.shard is None:
+-                     remove(self.output.rglob(PARTIAL))
++                 if True:
++                     remove(self.output.rglob(PARTIAL))
+@ tools/corpus/harvest.py | tools/corpus/test_harvest::test_modules
+four-words-are-no-prose
+- len(words) >= 4
++ len(words) > 4
+@ tools/corpus/files.py | tools/corpus/test_files::test_other_fields
+a-large-number-escapes-all-letters
+- json.dumps(record, ensure_ascii=False, separators
++ json.dumps(record, separators
+@ tools/corpus/split.py | tools/corpus/test_split::test_nothing_is_lost
+evenness-of-the-smallest-shard
+- evenness[side] = round(max(sizes)
++ evenness[side] = round(min(sizes)
+@ tools/corpus/tokenize/writer.py | tools/corpus/tokenize/test_writer::test_a_tokenizer_is_on_disk
+names-of-a-data-set-are-not-flushed
+-     flush_path(with_suffix(prefix, ".json").parent)
++ 
+@ tools/corpus/tokenize/encode.py | tools/corpus/tokenize/test_step::test_a_sample
+a-sample-of-the-first-units
+- some = units[:: -(-len(units) // SAMPLE_UNITS)]
++ some = units[:SAMPLE_UNITS]
+@ tools/corpus/tokenize/encoders.py | tools/corpus/tokenize/test_encoders::test_only_so_many
+words-are-cached-without-end
+-         self._cached += sum(map(len, new))
++ 
+@ tools/corpus/dedup/verify.py | tools/corpus/test_dedup::test_sets_are_read_again
+memory-once-full-stays-full
+-                 self._bytes = 0
+-             found
++             found
+@ tools/corpus/dedup/clusters.py | tools/corpus/test_dedup::test_of_equal_edges
+of-equal-edges-the-last-by-rank
+- as_good = (similarity == best[here]) & (found.ranks[there] < found.ranks[via[here]])
++ as_good = (similarity == best[here]) & (found.ranks[there] > found.ranks[via[here]])
+@ tools/chaos/account.py | tools/chaos/test_account::test_spans
+a-save-of-a-stopped-rank-is-a-save
+- if span.kind in ("steps", "evaluation", "save"):
++ if span.kind in ("steps", "evaluation"):
+@ tools/plan/score.py | tools/plan/test_score::test_an_anchor_makes
+an-anchor-is-an-error
+- errors = [abs(each["error"]) for _, each in counted]
++ errors = [abs(each["error"]) for each in found]
+@ tools/plan/fastest.py | tools/plan/test_search::test_a_layout_that_fits
+layouts-that-nearly-fill-memory-are-left-out
+- if step.lacks(self.hardware.limit / SAFE_MEMORY) > 0:
++ if step.lacks(self.hardware.limit * SAFE_MEMORY) > 0:
+@ tools/report/curves.py | tools/report/test_plot::test_smoothing
+a-wider-mean-of-a-curve
+- most = np.arange(len(values)), len(values) // 25
++ most = np.arange(len(values)), len(values) // 20
+@ tools/report/corpus.py | tools/corpus/test_report::test_a_source
+a-source-counts-before-it-is-made
+- for source in step.counts.input.keys() - written:
++ for source in step.counts.input.keys():
+@ tools/doctor/links.py | tools/test_doctor::test_a_collective
+a-collective-as-fast-as-its-fastest-rank
+- slowest = max(each for _, each in everyone)
++ slowest = min(each for _, each in everyone)
+@ tools/experiments/runner.py | tools/experiments/test_runner::test_micro_batches
+micro-batches-that-do-not-divide-a-share
+- gcd(config.training.micro_batch_size, batch // data)
++ min(config.training.micro_batch_size, batch // data)
+@ tools/layouts/activations.py | tools/test_compare_runs::test_what_is_almost
+rounding-of-nothing-is-infinite
+- relative(value, kept[key], SEEN * largest[key[0]])
++ relative(value, kept[key])
+@ tools/layouts/compare.py | tools/layouts/test_compare::test_a_batch
+a-batch-that-one-layout-divides
+- copies = lcm(*(layout.size("data") for layout in layouts))
++ copies = max(layout.size("data") for layout in layouts)
+@ benchmarks/harness.py | benchmarks/test_harness::test_records
+no-turns-are-accepted
+- for name in ("rounds", "turns"):
++ for name in ("rounds",):
+@ benchmarks/report.py | benchmarks/test_harness::test_cells
+intervals-of-90-percent
+- <= 0.025 * 2**n]
++ <= 0.05 * 2**n]
+@ benchmarks/report.py | benchmarks/test_harness::test_records
+another-gpu-is-the-same-machine
+- for name in ("processor", "cores", "gpu"))
++ for name in ("processor", "cores"))
+@ benchmarks/processes.py | benchmarks/test_harness::test_memory
+cpu-seconds-of-the-busiest-rank
+- "cpu": sum(cpu)}
++ "cpu": max(cpu)}
+@ benchmarks/peers.py | benchmarks/test_questions::test_the_norm
+no-norm-on-the-first-rank
+- if not self.rank.rank or self.is_cut(parameter)]
++ if self.rank.rank or self.is_cut(parameter)]
+@ benchmarks/useful_time.py | benchmarks/test_questions::test_other_weights
+other-weights-count-as-equal
+- 100 * bool(weights and weights["equal"])
++ 100 * bool(weights)
+@ benchmarks/steps.py | benchmarks/test_questions::test_ranks_read
+ranks-read-what-others-read-next
+- (number * ranks + rank) * size
++ (number + rank) * size
+@ conformance/compare.py | conformance/test_run::test_a_difference
+the-largest-difference-not-the-worst
+- each.size / each.limit > known.size / known.limit
++ each.size > known.size
+@ conformance/compare.py | conformance/test_run::test_a_layout_that_is_ignored
+the-largest-of-prime-factors
+- 0.95 * min(map(least_factor, sizes))
++ 0.95 * max(map(least_factor, sizes))
+@ conformance/run.py | conformance/test_run::test_the_status
+a-failure-hides-a-difference
+- for each in (1, 2, 3) if each in found
++ for each in (2, 1, 3) if each in found
+@ examples/own_dataset.py | examples/test_examples::test_another_seed
+every-seed-gives-the-same-samples
+- default_rng([self.seed, n])
++ default_rng(n)
 """
 
 EQUIVALENT = r"""

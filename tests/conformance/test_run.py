@@ -271,6 +271,7 @@ def test_what_a_layout_divides() -> None:
         ({"data": 2, "zero": 1}, 0.5, 1.0, {"optimizer"}),
         ({"data": 2, "zero": 2}, 0.5, 0.0, {"gradients", "optimizer"}),  # not counted
         ({"tensor": 4}, 0.25, 0.5, {"parameters", "gradients", "optimizer"}),
+        ({"tensor": 3, "data": 2}, 1 / 3, 1 / 3, {"flops"}),
         ({"data": 1}, 1.0, 1.0, set()),
     ],
 )

@@ -110,6 +110,13 @@ def tiny_lm(tensor_size: int | str = 1, micro_batch_size: int = 3) -> Any:
     return CheckpointLM(tiny_model(mesh).eval(), mesh, Letters(), micro_batch_size)
 
 
+def test_a_begin_mark_comes_first_unless_the_harness_leaves_it_out() -> None:
+    lm = tiny_lm()
+    lm._begin = [7]
+    found = [lm.tok_encode("A", add_special_tokens=each)[0] == 7 for each in (None, True, False)]
+    assert found == [True, True, False]
+
+
 def answers(tensor_size: int | str, micro_batch_size: int = 3) -> list[Any]:
     lm = tiny_lm(tensor_size, micro_batch_size)
     pairs = instances("loglikelihood", ("", "Begin"), ("some ", "word"), (LONG, "s"), ("a", "b"))

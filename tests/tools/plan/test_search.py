@@ -154,6 +154,20 @@ def test_no_layout_that_is_among_the_best_is_left_out(search: Search) -> None:
     assert counts["planned"] == len(best) < len(seconds) < len(found)
 
 
+def test_a_layout_that_fits_to_the_byte_is_planned() -> None:
+    found = begun()
+    candidate = next(iter(found.candidates()))
+    config = found.config_of(candidate, candidate.zero_stages[0])
+    planned = found.plan(config)
+    assert isinstance(planned, LayoutPlan)
+    exact = begun(hardware=replace(LITTLE, memory=float(planned.memory)))
+    (same, *_) = exact.candidates()
+    assert exact._bound(exact.config_of(same, same.zero_stages[0]), same) is not None
+    less = begun(hardware=replace(LITTLE, memory=0.9 * planned.memory))
+    (same, *_) = less.candidates()
+    assert less._bound(less.config_of(same, same.zero_stages[0]), same) is None
+
+
 CHOICES: dict[str, Sequence[Any]] = {
     "tensor_model_parallel_size": (1, 2),
     "pipeline_model_parallel_size": (1, 2),
