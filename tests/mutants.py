@@ -1468,7 +1468,7 @@ evenness-of-the-smallest-shard
 @ tools/corpus/tokenize/writer.py | tools/corpus/tokenize/test_writer::test_a_tokenizer_is_on_disk
 names-of-a-data-set-are-not-flushed
 -     flush_path(with_suffix(prefix, ".json").parent)
-+ 
++     pass
 @ tools/corpus/tokenize/encode.py | tools/corpus/tokenize/test_step::test_a_sample
 a-sample-of-the-first-units
 - some = units[:: -(-len(units) // SAMPLE_UNITS)]
@@ -1476,7 +1476,7 @@ a-sample-of-the-first-units
 @ tools/corpus/tokenize/encoders.py | tools/corpus/tokenize/test_encoders::test_only_so_many
 words-are-cached-without-end
 -         self._cached += sum(map(len, new))
-+ 
++         pass
 @ tools/corpus/dedup/verify.py | tools/corpus/test_dedup::test_sets_are_read_again
 memory-once-full-stays-full
 -                 self._bytes = 0
@@ -1506,6 +1506,14 @@ a-wider-mean-of-a-curve
 a-source-counts-before-it-is-made
 - for source in step.counts.input.keys() - written:
 + for source in step.counts.input.keys():
+@ tools/convert/legacy/dcp_tutorial.py | tools/convert/legacy/test_dcp::test_import_refusals
+moments-may-be-no-numbers
+- if not whole.isfinite().all():
++ if kind == "weight" and not whole.isfinite().all():
+@ tools/corpus/repair.py | tools/corpus/test_clean::test_newlines
+a-text-of-120-characters-a-line-stays
+- WIDTHS = range(40, 121)
++ WIDTHS = range(40, 120)
 @ tools/doctor/links.py | tools/test_doctor::test_a_collective
 a-collective-as-fast-as-its-fastest-rank
 - slowest = max(each for _, each in everyone)

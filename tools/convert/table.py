@@ -127,7 +127,7 @@ class Key:
             return {self.ours: number(self.theirs, value, self.default)}
         value = options.get(self.theirs, next(iter(values)))
         for theirs, ours in values.items():
-            if type(value) is type(theirs) and value == theirs:
+            if value == theirs:
                 return {self.ours: ours} if self.ours else {}
         raise UsageError(self.theirs, json.dumps(value), f"{any_of(values)} for this project")
 

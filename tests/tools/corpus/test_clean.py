@@ -114,6 +114,7 @@ def test_wrapped_paragraphs_become_one_line_each(width: int) -> None:
 
 WRAPPED = textwrap.fill(ENGLISH, 60)
 Y, Z = "y" * 54, "z" * 64
+WIDEST = f"{'x' * 59} {'y' * 60}"  # 120 characters
 # A text, and what becomes of it where that is another one: text that is not wrapped stays.
 LINES = [
     (f"A heading\n{WRAPPED}\n  an indented line\nand its neighbour",
@@ -126,6 +127,8 @@ LINES = [
     ("\n".join(["milk", "eggs", "bread", "butter", "flour"] * 3), None),
     ("two lines of which the first one is so long that it\nmight have been wrapped", None),
     ("one line", None),
+    ("\n".join([WIDEST] * 5), " ".join([WIDEST] * 5)),
+    ("\n".join([f"{WIDEST}z"] * 5), None),
 ]  # fmt: skip
 
 
