@@ -37,14 +37,14 @@ from megatron.config.launch import world_size
 from megatron.config.model import RecomputeGranularity
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, whole_program
-from megatron.data.files import atomic_writer, write_atomically
+from megatron.data.files import write_atomically
 from megatron.errors import UsageError, flag, spelling
-from megatron.libraries import load
 from megatron.parallel.schedules import check, schedule
 from tools.layouts.job import of_pretraining, program_of
 from tools.plan import gantt, interruptions, search
 from tools.plan.hardware import PROGRAMS, gpu_here, load_hardware
 from tools.plan.layers import variants
+from tools.report.figures import drawable
 
 PAPERS = "dgx2h"  # the machine of the paper, 2018
 MODELS = {"--preset", "--hf-model"}  # flags that say what to plan or to time
@@ -57,14 +57,12 @@ class FilesConfig:
     """JSON file for all results."""
 
     picture: Path | None = None
-    """PNG file: parts of a plan's time and memory; of lost time with --mtbf; predicted beside
-    measured times with score and tables; for figure5 and figure3 one like the paper's."""
+    """PNG or SVG file: parts of a plan's time and memory; of lost time with --mtbf; predicted
+    beside measured times with score and tables; for figure5 and figure3 one like the paper's."""
 
     def __post_init__(self) -> None:
         writable(self, "json")
-        writable(self, "picture", ".png")
-        if self.picture is not None:
-            load("matplotlib", "a run without --picture")
+        drawable(self, "picture")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,13 +423,12 @@ def _show(settings: FilesConfig, module: Any, found: dict[str, Any]) -> None:
     _write(settings, found, module.draw, found)
 
 
-def _write(settings: FilesConfig, found: Any, draw: Callable[..., None], *shown: Any) -> None:
-    """draw: writes a PNG of what is shown to a stream."""
+def _write(settings: FilesConfig, found: Any, draw: Callable[..., bytes], *shown: Any) -> None:
+    """draw: a picture of what is shown, by the ending of its file."""
     if settings.json is not None:
         write_atomically(settings.json, (json.dumps(found, indent=1) + "\n").encode())
     if settings.picture is not None:
-        with atomic_writer(settings.picture) as stream:
-            draw(stream, *shown)
+        write_atomically(settings.picture, draw(settings.picture.suffix[1:], *shown))
 
 
 if __name__ == "__main__":

@@ -19,19 +19,17 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron.config.model import RecomputeGranularity
 from megatron.config.parallel import TrainingParallelConfig
-from megatron.libraries import Library
 from tools.layouts.layout import parse_layout
 from tools.layouts.work import Call, Work
 from tools.plan.hardware import Hardware
 from tools.plan.record import table
 from tools.plan.software import gpt2
 from tools.plan.trace import Step
-
-figures = Library("matplotlib.figure", "a run without --picture")
+from tools.report.figures import PALETTE, SERIES, Axes, picture
 
 Rows = list[dict[str, Any]]
 LAYOUTS = (
@@ -238,59 +236,62 @@ def _shown(key: str, value: Any) -> Any:
     return f"{value / 1e9:.3f} GB" if key.endswith("bytes") else value
 
 
-STYLES = {"1d": "s-", "2d": "o-", "2.5d": "^-", "3d": "D-"}
+DASHES = {4: ":", 8: "-.", 16: "--", 64: "-"}  # by GPUs
+MARKERS = {"1d": "s", "2d": "o", "2.5d": "^", "3d": "D"}
 
 
-def draw(stream: BinaryIO, found: dict[str, Any]) -> None:
+def draw(ending: str, found: dict[str, Any]) -> bytes:
     """Memory and the largest model by ranks, and the bytes that a layer sends by tokens."""
-    figure = figures.Figure(figsize=(13, 9), layout="constrained")
-    states, activations, sizes, volumes = figure.subplots(2, 2).flat
-    model = found["model"]
-    memory = found["memory_per_rank"]
+    model, memory = found["model"], found["memory_per_rank"]
     tried = {"precision": "fp16", "recompute": "full", "sequence": model["sequence"]}
     best = [row for row in found["largest_model"] if tried.items() <= row.items()]
-    shown = (
-        (states, memory, "states_bytes"),
-        (activations, memory, "activations_bytes"),
-        (sizes, best, "parameters"),
-    )
-    for (axes, rows, key), (mode, style) in product(shown, STYLES.items()):
-        own = [row for row in rows if row["mode"] == mode]
-        gpus, values = [row["gpus"] for row in own], [row[key] / 1e9 for row in own]
-        axes.plot(gpus, values, style, label=mode)
-    claim = {row["gpus"]: row["paper"] / 1e9 for row in best if row["paper"] is not None}
-    sizes.plot([*claim], [*claim.values()], "k*", markersize=14, label="the paper")
-    ratios = [2 ** (power / 8) for power in range(-16, 49)]
-    for row in found["sent_per_layer"]:
-        if row["mode"] == "1d":
-            continue
-        tokens, weights = coefficients(row["layout"])
-        of_1d, _ = coefficients(f"tensor={row['gpus']}")
-        shares = [(tokens * ratio + weights) / (of_1d * ratio) for ratio in ratios]
-        volumes.plot(ratios, shares, label=f"{row['mode']} on {row['gpus']}")
-    volumes.axhline(1, color="black", linewidth=0.8)
-    volumes.set_ylim(0, 3)
-    for axes, title, label in (
-        (states, "weights, gradients and optimizer's state of a rank", "GB"),
-        (activations, "activations of a rank, nothing recomputed", "GB"),
-        (sizes, "largest model, all recomputed", "billion parameters"),
-    ):
+    colours = dict(zip(MARKERS, SERIES, strict=False))
+    ticks = sorted({row["gpus"] for row in memory})
+
+    def by_gpus(axes: Axes, rows: Rows, key: str, title: str, label: str) -> None:
+        for mode, marker in MARKERS.items():
+            own = [row for row in rows if row["mode"] == mode]
+            gpus, values = [row["gpus"] for row in own], [row[key] / 1e9 for row in own]
+            axes.plot(gpus, values, color=colours[mode], marker=marker, label=mode)
+        claim = {row["gpus"]: row["paper"] / 1e9 for row in rows if row.get("paper")}
+        if claim:
+            axes.plot([*claim], [*claim.values()], "k*", markersize=14, label="the paper")
         axes.set(title=title, xlabel="GPUs", ylabel=label, xscale="log", yscale="log")
-        ticks = sorted({row["gpus"] for row in memory})
-        axes.set_xticks(ticks, [str(each) for each in ticks])
+        axes.set_xticks(ticks, map(str, ticks))
         low, high = axes.get_ylim()
         values = [digit * 10.0**power for power in range(-2, 3) for digit in (1, 2, 5)]
         values = [value for value in values if low <= value <= high]
         axes.set_yticks(values, [f"{value:g}" for value in values])
         axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend()
-    title, label = "bytes that a rank sends in a layer", "of those in 1d"
-    volumes.set(title=title, xlabel="tokens n / hidden size h", ylabel=label, xscale="log")
-    volumes.grid(alpha=0.3)
-    volumes.legend(ncols=2, fontsize=8)
-    figure.suptitle(
+
+    def by_tokens(axes: Axes) -> None:
+        ratios = [2 ** (power / 8) for power in range(-16, 49)]
+        for row in found["sent_per_layer"]:
+            if (mode := row["mode"]) == "1d":
+                continue
+            tokens, weights = coefficients(row["layout"])
+            of_1d, _ = coefficients(f"tensor={row['gpus']}")
+            shares = [(tokens * ratio + weights) / (of_1d * ratio) for ratio in ratios]
+            line, name = DASHES[row["gpus"]], f"{mode} on {row['gpus']}"
+            axes.plot(ratios, shares, line, color=colours[mode], label=name)
+        axes.axhline(1, color=PALETTE["ink"], linewidth=0.8)
+        axes.set(title="bytes that a rank sends in a layer", xlabel="tokens n / hidden size h")
+        axes.set(ylabel="of those in 1d", xscale="log", ylim=(0, 3))
+
+    def paint(grid: Any) -> None:
+        lasting = "weights, gradients and optimizer's state of a rank"
+        kept = "activations of a rank, nothing recomputed"
+        by_gpus(grid[0, 0], memory, "states_bytes", lasting, "GB")
+        by_gpus(grid[0, 1], memory, "activations_bytes", kept, "GB")
+        most = "largest model, all recomputed"
+        by_gpus(grid[1, 0], best, "parameters", most, "billion parameters")
+        by_tokens(grid[1, 1])
+        for axes in grid.flat:
+            axes.grid()
+            axes.legend(fontsize=8)
+
+    title = (
         f"GPT-2, hidden {model['hidden']}, sequence {model['sequence']}, batch {model['batch']}, "
         f"fp16; memory of {model['layers']} layers; {found['hardware']}"
     )
-    figure.savefig(stream, format="png", dpi=120)
+    return picture(paint, ending, (13, 9), (2, 2), title)

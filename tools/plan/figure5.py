@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from statistics import fmean
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.errors import flag
 from tools.plan.hardware import Hardware
-from tools.plan.record import bars, panel, table
+from tools.plan.record import bars, table
 from tools.plan.software import (
     MEGATRON_2019,
     MEGATRON_2020,
@@ -230,14 +230,17 @@ def text(found: dict[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
-def draw(stream: BinaryIO, found: Mapping[str, Any]) -> None:
+def draw(ending: str, found: Mapping[str, Any]) -> bytes:
     """Figure 5, strong scaling and the number of heads, each beside the paper's values."""
     panels = {
-        label: panel(found[key], name, "paper", "predicted")
+        label: {
+            name.format(**row): {kind: row[kind] for kind in ("paper", "predicted")}
+            for row in found[key]
+        }
         for label, key, name in (
             ("figure 5, % of linear", "figure_5", "{model}, {gpus} GPUs"),
             ("strong scaling of 1.2B, speed-up", "strong_scaling", "{gpus} GPUs"),
             ("8.3B on 8 GPUs, % of linear", "heads", "{heads} heads"),
         )
     }
-    bars(stream, f"Section 5.1 on {found['hardware']}", panels)
+    return bars(ending, f"Section 5.1 on {found['hardware']}", panels)

@@ -1,14 +1,18 @@
 """A pipeline schedule as numbers, as text and as a picture. Needs no torch."""
 
-from typing import Any, BinaryIO
+from itertools import product
+from typing import Any
 
-from megatron.libraries import Library
 from megatron.parallel.schedules import DURATIONS, LETTERS, Facts, Lists, simulate
-
-figures = Library("matplotlib.figure", "a run without --picture")
+from tools.report.figures import PALETTE, Axes, picture
 
 MOST_UNITS = 48  # of time, in a picture made of text
-COLOURS = {"forward": "C0", "backward": "C2", "backward_input": "C9", "backward_weight": "C8"}
+COLOURS = {
+    "forward": PALETTE["c0"],
+    "backward": PALETTE["c1"],
+    "backward_input": PALETTE["c5"],
+    "backward_weight": PALETTE["c2"],
+}
 
 
 def record(lists: Lists, facts: Facts) -> dict[str, Any]:
@@ -56,36 +60,34 @@ def text(lists: Lists, facts: Facts) -> str:
     return "\n".join([*lines, "", summary(lists, facts)])
 
 
-def draw(stream: BinaryIO, lists: Lists, facts: Facts) -> None:
+def draw(ending: str, lists: Lists, facts: Facts) -> bytes:
     """A Gantt chart: a row for each rank, a bar for each action with its micro-batch. The later the
     virtual stage in the model, the darker the bar."""
     starts = simulate(lists)
-    units = max(times[-1] for times in starts) + 2
-    inches = min(60.0, 3 + 0.25 * units)
-    figure = figures.Figure(figsize=(inches, 1.7 + 0.4 * len(lists)), layout="constrained")
-    figure.suptitle(summary(lists, facts), fontsize=9)
-    axes = figure.subplots()
-    for direction, colour in COLOURS.items():
-        for rank, (actions, times) in enumerate(zip(lists, starts, strict=True)):
-            for action, start in zip(actions, times, strict=True):
+    inches = min(60.0, 3 + 0.25 * (max(times[-1] for times in starts) + 2))
+
+    def paint(axes: Axes) -> None:
+        for (direction, colour), rank in product(COLOURS.items(), range(len(lists))):
+            for action, start in zip(lists[rank], starts[rank], strict=True):
                 if action.direction != direction:
                     continue
-                length, chunk = DURATIONS[direction], action.stage // len(lists)
-                shade = 0.35 + 0.65 * (chunk + 1) / facts.virtual
+                chunk = action.stage // len(lists)
                 bar = axes.barh(
                     rank,
-                    length,
+                    DURATIONS[direction],
                     left=start,
                     color=colour,
-                    alpha=min(1.0, shade),
+                    alpha=min(1.0, 0.35 + 0.65 * (chunk + 1) / facts.virtual),
                     edgecolor="white",
                     label=direction.replace("_", ", "),
                 )
                 if inches < 60:  # there is room for it
                     axes.bar_label(bar, [str(action.micro_batch)], label_type="center", fontsize=7)
-    axes.set_yticks(range(len(lists)), [f"rank {rank}" for rank in range(len(lists))])
-    axes.invert_yaxis()
-    axes.set_xlabel("time")
-    by_label = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
-    figure.legend(by_label.values(), by_label, loc="outside lower center", ncols=4, fontsize=8)
-    figure.savefig(stream, format="png", dpi=120)
+        axes.set_yticks(range(len(lists)), [f"rank {rank}" for rank in range(len(lists))])
+        axes.invert_yaxis()
+        axes.set_xlabel("time")
+        shown = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+        axes.figure.legend(shown.values(), shown, loc="outside lower center", ncols=4, fontsize=8)
+
+    size = inches, 1.7 + 0.4 * len(lists)
+    return picture(paint, ending, size, title=summary(lists, facts))

@@ -30,14 +30,12 @@ from math import ceil, exp, expm1, floor, log1p, sqrt
 from pathlib import Path
 from statistics import mean, median
 from textwrap import fill
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron.errors import UsageError
-from megatron.libraries import Library
+from tools.report.figures import picture
 from tools.report.numbers import NONE, aligned, decimal, duration, percent, whole
 from tools.report.record import read_record, record_of
-
-figures = Library("matplotlib.figure", "a run without --picture")
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "scripts" / "interruptions.toml"
 SCALES = tuple(4**power for power in range(2, 8))  # numbers of GPUs in the table, to 16,384
@@ -282,33 +280,36 @@ def text(found: Record) -> str:
     return "\n".join([aligned(times), "", *rates, "", aligned(rows)])
 
 
-def draw(stream: BinaryIO, found: Record) -> None:
+def draw(ending: str, found: Record) -> bytes:
     """Lost shares by number of GPUs for each rate, and the useful share by interval for the first:
     a dot where it is largest, or at one step if that is longer."""
     rates, times = found["rates"], Times(**found["times_seconds"])
+
+    def paint(grid: Any) -> None:
+        *bars, curves = grid
+        for axes, rate in zip(bars, rates, strict=True):
+            names = [_label(row) for row in rate["rows"]]
+            left = [0.0] * len(names)
+            for part in PARTS[1:]:
+                values = [100 * row["shares"][part] for row in rate["rows"]]
+                axes.barh(names, values, left=left, label=part.replace("_", " "))
+                left = [sum(pair) for pair in zip(left, values, strict=True)]
+            axes.invert_yaxis()
+            axes.set_xlabel(f"% of all time that is lost ({rate['name']})")
+        for row in rates[0]["rows"]:
+            middle = max(row["best_interval_seconds"], times.step or 0.0) or 1.0
+            intervals = [middle * 10 ** (power / 40) for power in range(-40, 41)]
+            mtbf = row["mtbf_seconds"]
+            useful = [100 * shares(mtbf, times, each)["useful"] for each in intervals]
+            curves.plot(intervals, useful, label=_label(row), marker="o", markevery=[40])
+        curves.set(xscale="log", xlabel=f"seconds between saves ({rates[0]['name']})")
+        curves.set_ylabel("% useful")
+        curves.legend(fontsize=8)
+        legend = bars[0].get_legend_handles_labels()
+        curves.figure.legend(*legend, loc="outside lower center", ncols=4)
+
     panels = len(rates) + 1
-    figure = figures.Figure(figsize=(6 * panels, 5), layout="constrained")
-    *bars, curves = figure.subplots(1, panels)
-    for axes, rate in zip(bars, rates, strict=True):
-        names = [_label(row) for row in rate["rows"]]
-        left = [0.0] * len(names)
-        for part in PARTS[1:]:
-            values = [100 * row["shares"][part] for row in rate["rows"]]
-            axes.barh(names, values, left=left, label=part.replace("_", " "))
-            left = [sum(pair) for pair in zip(left, values, strict=True)]
-        axes.invert_yaxis()
-        axes.set_xlabel(f"% of all time that is lost ({rate['name']})")
-    for row in rates[0]["rows"]:
-        middle = max(row["best_interval_seconds"], times.step or 0.0) or 1.0
-        intervals = [middle * 10 ** (power / 40) for power in range(-40, 41)]
-        useful = [100 * shares(row["mtbf_seconds"], times, each)["useful"] for each in intervals]
-        curves.plot(intervals, useful, label=_label(row), marker="o", markevery=[40])
-    curves.set_xscale("log")
-    curves.set_xlabel(f"seconds between saves ({rates[0]['name']})")
-    curves.set_ylabel("% useful")
-    curves.legend(fontsize=8)
-    figure.legend(*bars[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.savefig(stream, format="png", dpi=150)
+    return picture(paint, ending, (6 * panels, 5), (1, panels))
 
 
 def _label(row: Record) -> str:

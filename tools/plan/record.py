@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
-from typing import Any, BinaryIO
+from typing import Any
 
-from megatron.libraries import Library
 from megatron.train.inputs import vocabulary_of
 from tools.plan.hardware import Hardware
 from tools.plan.search import varied
 from tools.plan.software import error_band
 from tools.plan.timing import predict
 from tools.plan.trace import Step
-
-figures = Library("matplotlib.figure", "a run without --picture")
+from tools.report.figures import picture
 
 SHOWN = {  # in text and picture: {title: (key, unit)}
     "seconds of a step": ("predicted_step_seconds", 1),
@@ -24,7 +22,7 @@ SHOWN = {  # in text and picture: {title: (key, unit)}
 }
 NOT_SUMS = "totals leave out what is hidden, and the smaller of logits and one layer"
 Record = dict[str, Any]
-Panel = tuple[Sequence[str], Mapping[str, Sequence[float]]]  # names of bars, values by kind
+Bars = Mapping[str, Mapping[str, float]]  # by name, and by kind
 
 
 def record(step: Step, hardware: Hardware) -> Record:
@@ -206,13 +204,13 @@ def summary(planned: Record) -> str:
     )
 
 
-def draw(stream: BinaryIO, planned: Record) -> None:
+def draw(ending: str, planned: Record) -> bytes:
     """A picture of SHOWN."""
     panels = {
-        title: ([*planned[key]], {"planned": [value / unit for value in planned[key].values()]})
+        title: {name: {"planned": value / unit} for name, value in planned[key].items()}
         for title, (key, unit) in SHOWN.items()
     }
-    bars(stream, summary(planned), panels)
+    return bars(ending, summary(planned), panels)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -231,24 +229,22 @@ def _cell(value: object) -> str:
     return f"{value:,}" if type(value) is int else str(value)
 
 
-def panel(rows: Sequence[Mapping[str, Any]], name: str, *kinds: str) -> Panel:
-    """Figures of rows side by side. name: of a row, as a format."""
-    return [name.format(**row) for row in rows], {k: [row[k] for row in rows] for k in kinds}
+def bars(ending: str, title: str, panels: Mapping[str, Bars]) -> bytes:
+    """A picture of bars side by side, by the label of their axes."""
 
+    def paint(grid: Any) -> None:
+        for axes, (label, rows) in zip(grid, panels.items(), strict=True):
+            kinds = [*next(iter(rows.values()))]
+            for number, kind in enumerate(kinds):
+                places = [place + number / 3 for place in range(len(rows))]
+                values = [row[kind] for row in rows.values()]
+                axes.bar_label(axes.barh(places, values, 1 / 3, label=kind), fmt="%.3g")
+            axes.set_yticks(range(len(rows)), rows)
+            axes.invert_yaxis()
+            axes.margins(x=0.15)
+            axes.set_xlabel(label)
+        if len(kinds) > 1:
+            legend = axes.get_legend_handles_labels()
+            axes.figure.legend(*legend, loc="outside lower center", ncols=2)
 
-def bars(stream: BinaryIO, title: str, panels: Mapping[str, Panel]) -> None:
-    """A picture of panels, by the labels of their axes."""
-    figure = figures.Figure(figsize=(6 * len(panels), 5), layout="constrained")
-    figure.suptitle(title, fontsize=10)
-    for axes, (label, panel) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-        names, series = panel
-        for number, (kind, values) in enumerate(series.items()):
-            places = [place + number / 3 for place in range(len(names))]
-            axes.bar_label(axes.barh(places, values, 1 / 3, label=kind), fmt="%.3g")
-        axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
-        axes.margins(x=0.15)
-        axes.set_xlabel(label)
-    if len(series) > 1:
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    figure.savefig(stream, format="png", dpi=150)
+    return picture(paint, ending, (6 * len(panels), 5), (1, len(panels)), title)

@@ -19,17 +19,15 @@ from itertools import combinations
 from math import inf
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron.errors import UsageError
-from megatron.libraries import Library
 from tools.plan.hardware import Hardware
 from tools.plan.layers import Layer, Shape
 from tools.plan.software import gpt2, step_in
 from tools.plan.timing import layer_seconds, predict
 from tools.plan.trace import Step
-
-figures = Library("matplotlib.figure", "a run without --picture")
+from tools.report.figures import PALETTE, picture
 
 NEAR = 0.05  # of the time: closer layouts are a tie
 VOCABULARY = 50_257  # of GPT-2
@@ -289,21 +287,23 @@ def text(found: Found) -> str:
     return "\n".join(lines)
 
 
-def draw(stream: BinaryIO, found: Found) -> None:
+def draw(ending: str, found: Found) -> bytes:
     """Picture of the predicted over the measured time, by tensor-parallel size."""
-    figure = figures.Figure(figsize=(9, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
     rows = found["rows"]
-    for tensor in sorted({each["tensor"] for each in rows}):
-        own = [each for each in rows if each["tensor"] == tensor]
-        measured = [each["measured"] for each in own]
-        left.plot(measured, [each["predicted"] for each in own], ".", label=f"t = {tensor}")
-        right.plot(measured, [100 * each["error"] for each in own], ".")
     ends = [f(each["measured"] for each in rows) for f in (min, max)]
-    left.plot(ends, ends, color="black", linewidth=0.5)
-    left.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms")
-    left.legend()
-    right.axhline(0, color="black", linewidth=0.5)
-    right.set(xscale="log", xlabel="measured, ms", ylabel="error, %")
-    figure.suptitle(f"{found['software']} on {found['hardware']}: {found['mean_error']:.1%}")
-    figure.savefig(stream, format="png", dpi=120)
+
+    def paint(grid: Any) -> None:
+        left, right = grid
+        for tensor in sorted({each["tensor"] for each in rows}):
+            own = [each for each in rows if each["tensor"] == tensor]
+            measured = [each["measured"] for each in own]
+            left.plot(measured, [each["predicted"] for each in own], ".", label=f"t = {tensor}")
+            right.plot(measured, [100 * each["error"] for each in own], ".")
+        left.plot(ends, ends, color=PALETTE["ink"], linewidth=0.5)
+        left.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms")
+        left.legend()
+        right.axhline(0, color=PALETTE["ink"], linewidth=0.5)
+        right.set(xscale="log", xlabel="measured, ms", ylabel="error, %")
+
+    title = f"{found['software']} on {found['hardware']}: {found['mean_error']:.1%}"
+    return picture(paint, ending, (9, 4), (1, 2), title)

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import fmean
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.errors import UsageError
 from tools.plan.hardware import Hardware
-from tools.plan.record import bars, panel, table
+from tools.plan.record import bars, table
 from tools.plan.software import SOFTWARE, TORCH_BUCKET, AuthorsStep, gpt2
 from tools.plan.timing import predict
 from tools.plan.trace import Step
@@ -254,9 +254,13 @@ def text(found: Found) -> str:
     return "\n\n".join([*parts, f"{title}\n{table(found['activations'])}"])
 
 
-def draw(stream: BinaryIO, found: Found) -> None:
+def draw(ending: str, found: Found) -> bytes:
     panels = {
-        f"{each['table']}: {each['unit']}": panel(each["rows"], "{row}", "published", "predicted")
+        f"{each['table']}: {each['unit']}": {
+            row["row"]: {kind: row[kind] for kind in ("published", "predicted")}
+            for row in each["rows"]
+        }
         for each in found["tables"]
     }
-    bars(stream, "Published tables, and predictions from the first row of each", panels)
+    title = "Published tables, and predictions from the first row of each"
+    return bars(ending, title, panels)

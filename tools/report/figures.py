@@ -44,6 +44,7 @@ STYLE = {
     "grid.color": PALETTE["line"],
     "grid.linewidth": 0.6,
     "axes.axisbelow": True,
+    "axes.prop_cycle": f"cycler('color', {list(SERIES)})",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
@@ -67,16 +68,22 @@ def picture(
     ending: str,
     size: tuple[float, float] = SIZE,
     grid: tuple[int, int] = (1, 1),
+    title: str = "",
     **save: Any,
 ) -> bytes:
     """The content of a file that ends in `ending`: png, svg or pdf. size: in inches. grid: rows and
-    columns of axes, which `paint` gets as an array; a grid of one is the axes themselves."""
+    columns of axes, which `paint` gets as an array; a grid of one is the axes themselves. title: of
+    the whole picture."""
     content = io.BytesIO()
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         # The reader's own fonts have the letters that matplotlib's lacks.
         warnings.filterwarnings("ignore", message="Glyph")
         figure = figures.Figure(figsize=size, layout="constrained")
+        figure.suptitle(title, fontsize=STYLE["font.size"])
         paint(figure.subplots(*grid))
+        for axis in (each for axes in figure.axes for each in (axes.xaxis, axes.yaxis)):
+            if axis.get_scale() == "log" and axis.isDefault_majfmt:
+                axis.set_major_formatter("{x:,g}")  # matplotlib's writes powers as formulas
         if ending == "svg":
             save = {"metadata": {"Date": None}} | save
         figure.savefig(content, format=ending, dpi=130, **save)
