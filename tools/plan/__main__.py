@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.config import help as helps
-from megatron.config.checks import at_least, needs, non_negative, positive, writable
+from megatron.config.checks import needs, non_negative, positive, writable
 from megatron.config.launch import world_size
 from megatron.config.model import RecomputeGranularity
 from megatron.config.parallel import ParallelConfig
@@ -102,41 +102,9 @@ class QuestionConfig(FilesConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class StudyConfig(FilesConfig):
-    hardware: str = PAPERS
-    """Name of a file in scripts/hardware/ that has an anchor, or a similar file."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModesConfig(FilesConfig):
-    hardware: str = "p100"
-    """Name of a file in scripts/hardware/, or a similar file; only its memory is used."""
-
-    most_gpus: int = 64
-    """Largest number of devices of the tensor-parallel modes, at least 4."""
-
-    hidden_size: int = 4096
-    """Hidden size of a GPT-2, which has as many layers as the memory allows."""
-
-    num_attention_heads: int = 64
-    """Attention heads per layer."""
-
-    seq_length: int = 1024
-    """Tokens per sample."""
-
-    global_batch_size: int = 16
-    """Samples of all devices together."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        sizes = ("hidden_size", "num_attention_heads", "seq_length", "global_batch_size")
-        positive(self, *sizes)
-        at_least(self, most_gpus=4)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TablesConfig(FilesConfig):
-    hardware: str = "dgx-a100"
-    """Name of a file in scripts/hardware/, or a similar file; the tables are of DGX A100s."""
+    hardware: str | None = None
+    """Name of a file in scripts/hardware/, or a similar file; by default that of the paper. figure5
+    needs one that has an anchor; figure3 takes its memory alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,33 +283,26 @@ def plan(config: Any) -> bool:
 
 
 def show_figure5(settings: StudyConfig) -> None:
-    if load_hardware(settings.hardware).anchor is None:
+    hardware = load_hardware(settings.hardware or PAPERS)  # before torch's import, which is slow
+    if hardware.anchor is None:
         works = ("--hardware", PAPERS)
         raise UsageError("--hardware", settings.hardware, "hardware with an anchor", works=works)
 
-    from tools.plan import figure5
-    from tools.plan.software import find_hardware
+    from tools.plan import figure5, software
 
-    _show(settings, figure5, figure5.study(find_hardware(settings.hardware)))
+    _show(settings, figure5, figure5.study(software.anchored(hardware)))
 
 
-def show_figure3(settings: ModesConfig) -> None:
-    hardware = load_hardware(settings.hardware)  # before torch's import, which is slow
+def show_figure3(settings: StudyConfig) -> None:
+    hardware = load_hardware(settings.hardware or "p100")
 
     from tools.plan import figure3
 
-    model = figure3.Model(
-        hidden=settings.hidden_size,
-        heads=settings.num_attention_heads,
-        sequence=settings.seq_length,
-        batch=settings.global_batch_size,
-        precision=figure3.PRECISION,
-    )
-    _show(settings, figure3, figure3.study(hardware, model, settings.most_gpus))
+    _show(settings, figure3, figure3.study(hardware))
 
 
-def show_tables(settings: TablesConfig) -> None:
-    hardware = load_hardware(settings.hardware)
+def show_tables(settings: StudyConfig) -> None:
+    hardware = load_hardware(settings.hardware or "dgx-a100")
 
     from tools.plan import tables
 
@@ -383,8 +344,8 @@ def show_interruptions(settings: InterruptionsConfig) -> None:
 
 STUDIES: dict[str, tuple[type[FilesConfig], Callable[[Any], None]]] = {
     "figure5": (StudyConfig, show_figure5),
-    "figure3": (ModesConfig, show_figure3),
-    "tables": (TablesConfig, show_tables),
+    "figure3": (StudyConfig, show_figure3),
+    "tables": (StudyConfig, show_tables),
     "score": (ScoreConfig, show_score),
     "schedule": (ScheduleConfig, show_schedule),
 }

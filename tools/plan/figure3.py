@@ -16,7 +16,7 @@ In all modes but 1d, statistics of norms come on top, a few numbers for each tok
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
@@ -41,7 +41,6 @@ LAYOUTS = (
 CUBES = {2: "tensor=8:3d", 3: "tensor=27:3d", 4: "tensor=64:3d"}  # by side
 PAPER = {4: 3e9, 16: 12e9}  # parameters of the largest model at batch 16, by GPUs
 LAYERS = 14  # of the model whose memory is shown: 3.0 billion parameters at hidden size 4096
-PRECISION = "fp16"
 # Precision, recomputation, and tokens of a sample / those asked for.
 TRIED: tuple[tuple[str, RecomputeGranularity, float], ...] = (
     ("fp16", "none", 1),
@@ -90,7 +89,9 @@ class Model:
         return sum((two[phase].plus(one[phase], -1).calls for phase in one), Work().calls)
 
 
-# The model whose communication is counted: 64 ranks and sides of 3 divide it.
+# The model whose memory is planned, and the one whose communication is counted: 64 ranks and sides
+# of 3 divide it.
+PLANNED = Model(hidden=4096, heads=64, sequence=1024, batch=16, precision="fp16")
 COUNTED = Model(hidden=2304, heads=192, sequence=64, batch=144)
 
 
@@ -139,17 +140,16 @@ def largest(model: Model, layout: str, limit: float) -> int:
     return model.step(layout, layers).parameters if layers else 0
 
 
-def study(hardware: Hardware, model: Model, most: int) -> dict[str, Any]:
-    """JSON. model: of any depth. most: largest number of ranks."""
-    layouts = [each for each in LAYOUTS if parse_layout(each).ranks <= most]
-    memory, sizes = Rows(), Rows()
-    for layout in layouts:
+def study(hardware: Hardware) -> dict[str, Any]:
+    """JSON."""
+    model, memory, sizes = PLANNED, Rows(), Rows()
+    for layout in LAYOUTS:
         step = model.step(layout, LAYERS)
         recomputed = replace(model, recompute="full").step(layout, LAYERS)
         row = {"parameters": step.parameters, "states_bytes": sum(step.lasting.values())}
         row |= {"activations_bytes": step.activations, "recomputed_bytes": recomputed.activations}
         memory.append(_facts(layout) | row)
-    for layout, (precision, recompute, share) in product(layouts, TRIED):
+    for layout, (precision, recompute, share) in product(LAYOUTS, TRIED):
         sequence = round(share * model.sequence)
         tried = replace(model, precision=precision, recompute=recompute, sequence=sequence)
         facts = _facts(layout) | {"precision": precision, "recompute": recompute}
@@ -162,8 +162,8 @@ def study(hardware: Hardware, model: Model, most: int) -> dict[str, Any]:
         "model": asdict(model) | {"layers": LAYERS},
         "memory_per_rank": memory,
         "largest_model": sizes,
-        "sent_per_layer": list(_volumes(layouts)),
-        "growth_of_3d": list(_growth(most)),
+        "sent_per_layer": [*map(_volume, LAYOUTS)],
+        "growth_of_3d": [_growth(*each) for each in CUBES.items()],
     }
 
 
@@ -172,22 +172,21 @@ def _facts(layout: str) -> dict[str, Any]:
     return {"gpus": found.ranks, "mode": found.mode, "layout": layout}
 
 
-def _volumes(layouts: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Volumes of a layer of COUNTED, in fp32. `published` compares with `of_square_linear`:
-    elements of a linear layer with n = h, in units of h^2. pays_from_tokens_by_hidden: tokens /
-    hidden size above which a layer sends less than in 1D on as many ranks."""
+def _volume(layout: str) -> dict[str, Any]:
+    """Of a layer of COUNTED, in fp32. `published` compares with `of_square_linear`: elements of a
+    linear layer with n = h, in units of h^2. pays_from_tokens_by_hidden: tokens / hidden size above
+    which a layer sends less than in 1D on as many ranks."""
     n, h = COUNTED.batch * COUNTED.sequence, COUNTED.hidden
-    for layout in layouts:
-        step, (tokens, weights) = COUNTED.step(layout, 1), coefficients(layout)
-        of_1d, _ = coefficients(f"tensor={step.ranks}")
-        yield {
-            **_facts(layout),
-            "sent_bytes": sent(COUNTED.layer(layout), step),
-            "formula_bytes": 4 * (tokens * n * h + weights * h**2),
-            "pays_from_tokens_by_hidden": weights / (of_1d - tokens) if of_1d != tokens else None,
-            "of_square_linear": sum(coefficients(layout, [(1, 1)])),
-            "published": published(layout),
-        }
+    step, (tokens, weights) = COUNTED.step(layout, 1), coefficients(layout)
+    of_1d, _ = coefficients(f"tensor={step.ranks}")
+    return {
+        **_facts(layout),
+        "sent_bytes": sent(COUNTED.layer(layout), step),
+        "formula_bytes": 4 * (tokens * n * h + weights * h**2),
+        "pays_from_tokens_by_hidden": weights / (of_1d - tokens) if of_1d != tokens else None,
+        "of_square_linear": sum(coefficients(layout, [(1, 1)])),
+        "published": published(layout),
+    }
 
 
 def published(layout: str) -> float:
@@ -202,38 +201,34 @@ def published(layout: str) -> float:
     }[found.mode]
 
 
-def _growth(most: int) -> Iterator[dict[str, Any]]:
+def _growth(side: int, layout: str) -> dict[str, Any]:
     """A layer in 3D on more ranks: with the same problem, and with as many times the tokens."""
-    for side, layout in CUBES.items():
-        if (ranks := side**3) > most:
-            continue
-        calls, step = COUNTED.layer(layout), COUNTED.step(layout, 1)
-        more = replace(COUNTED, batch=ranks * COUNTED.batch // 8)
-        yield {
-            "side": side,
-            "gpus": ranks,
-            "calls": sum(calls.values()),
-            "hops": hops(calls, step),
-            "sent_bytes_of_rank": sent(calls, step),
-            "sent_bytes_of_all": ranks * sent(calls, step),
-            "sent_bytes_of_rank_with_more_tokens": sent(more.layer(layout), step),
-        }
+    calls, step = COUNTED.layer(layout), COUNTED.step(layout, 1)
+    more = replace(COUNTED, batch=step.ranks * COUNTED.batch // 8)
+    return {
+        "side": side,
+        "gpus": step.ranks,
+        "calls": sum(calls.values()),
+        "hops": hops(calls, step),
+        "sent_bytes_of_rank": sent(calls, step),
+        "sent_bytes_of_all": step.ranks * sent(calls, step),
+        "sent_bytes_of_rank_with_more_tokens": sent(more.layer(layout), step),
+    }
 
 
 def text(found: dict[str, Any]) -> str:
     """The study as readable tables."""
-    blocks = []
-    for name, rows in found.items():
-        if isinstance(rows, list) and rows:
-            shown = [{key: _shown(key, value) for key, value in row.items()} for row in rows]
-            blocks.append(f"{name}\n{table(shown)}")
-    return "\n\n".join(blocks)
 
+    def shown(key: str, value: Any) -> Any:
+        if value is None:
+            return ""
+        return f"{value / 1e9:.3f} GB" if key.endswith("bytes") else value
 
-def _shown(key: str, value: Any) -> Any:
-    if value is None:
-        return ""
-    return f"{value / 1e9:.3f} GB" if key.endswith("bytes") else value
+    return "\n\n".join(
+        f"{name}\n{table([{key: shown(key, row[key]) for key in row} for row in rows])}"
+        for name, rows in found.items()
+        if isinstance(rows, list) and rows
+    )
 
 
 DASHES = {4: ":", 8: "-.", 16: "--", 64: "-"}  # by GPUs

@@ -14,6 +14,7 @@ from tools.plan.software import error_band
 from tools.plan.timing import predict
 from tools.plan.trace import Step
 from tools.report.figures import picture
+from tools.report.numbers import aligned
 
 SHOWN = {  # in text and picture: {title: (key, unit)}
     "seconds of a step": ("predicted_step_seconds", 1),
@@ -214,13 +215,8 @@ def draw(ending: str, planned: Record) -> bytes:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Columns below their names, all right-aligned."""
-    lines = [list(rows[0]), *([_cell(each) for each in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )
+    """Columns below their names."""
+    return aligned([[*rows[0]], *([*map(_cell, row.values())] for row in rows)], right=True)
 
 
 def _cell(value: object) -> str:

@@ -91,49 +91,46 @@ class Row:
 
 
 COLUMNS = {each.name: each for each in fields(Row) if each.name != "place"}
-NEEDED = [name for name, each in COLUMNS.items() if each.default is MISSING]
+NEEDED = {name for name, each in COLUMNS.items() if each.default is MISSING}
 
 
 def read_rows(file: Path, name: str) -> list[Row]:
     """name: of the flag. Raises UsageError that names the line."""
-    allowed = f"a table with the columns {', '.join(NEEDED)}, with commas between"
+    place = str(file)
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
-            reader = csv.reader(stream)
+            reader, rows = csv.reader(stream), list[Row]()
             names = [each.strip() for each in next(reader, [])]
-            rows = [
-                _row(names, values, f"{file}:{reader.line_num}")
-                for values in reader
-                if any(each.strip() for each in values)
-            ]
-    except (OSError, ValueError, csv.Error) as error:
-        raise UsageError(name, file, f"{allowed} ({error})") from error
+            if len({*names}) < len(names):
+                raise ValueError("a column is there twice")
+            for values in reader:
+                if any(map(str.strip, values)):
+                    place = f"{file}:{reader.line_num}"
+                    if len(values) != len(names):
+                        raise ValueError(f"{len(values)} values of {len(names)} columns")
+                    rows.append(_row(dict(zip(names, values, strict=True)), place))
+    except (OSError, ValueError, OverflowError, csv.Error) as error:
+        columns = ", ".join(each for each in COLUMNS if each in NEEDED)
+        allowed = f"a table with the columns {columns}, with commas between ({place}: {error})"
+        raise UsageError(name, file, allowed) from error
     if not rows:
-        raise UsageError(name, file, f"{allowed}, and a row at least")
+        raise UsageError(name, file, "a table with a row at least")
     return rows
 
 
-def _row(names: Sequence[str], values: Sequence[str], place: str) -> Row:
-    try:
-        if len(values) != len(names) or len({*names}) < len(names):
-            raise ValueError(f"{len(values)} values of {len({*names})} different columns")
-        if lost := [each for each in NEEDED if each not in names]:
-            raise ValueError(f"without the column {lost[0]}")
-        given: dict[str, Any] = {}
-        for name, text in zip(names, values, strict=True):
-            if name not in COLUMNS or not text.strip():
-                continue
+def _row(values: Mapping[str, str], place: str) -> Row:
+    given: dict[str, Any] = {}
+    for name in COLUMNS.keys() & values.keys():
+        if text := values[name].strip():
             kind = COLUMNS[name].type
-            given[name] = text.strip() if kind == "str" else float(text)
+            given[name] = text if kind == "str" else float(text)
             if kind == "int":
                 if not given[name] >= (name in NEEDED) or given[name] % 1:
                     raise ValueError(f"{name} is {text}, not a whole number above 0")
                 given[name] = int(given[name])
-        if lost := [each for each in NEEDED if each not in given]:
-            raise ValueError(f"without {lost[0]}")
-        return Row(**given, place=place)
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"{place}: {error}") from error
+    if lost := NEEDED - given.keys():
+        raise ValueError(f"without {min(lost)}")
+    return Row(**given, place=place)
 
 
 def step_of(row: Row, hardware: Hardware, software: str, precision: str) -> Step:

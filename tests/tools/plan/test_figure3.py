@@ -17,6 +17,7 @@ from tests.tools.plan.counted import batches
 from tools.layouts.layout import parse_layout
 from tools.layouts.work import Meter
 from tools.plan import __main__ as plan
+from tools.plan import figure3
 from tools.plan.figure3 import COUNTED, LAYOUTS, Model, coefficients, hops, sent
 
 ROOT = Path(__file__).parents[3]
@@ -83,10 +84,14 @@ def test_ranks_hold_what_is_planned(gloo: Pool, ranks: int) -> None:
             assert kept == pytest.approx(step.activations, rel=0.02), layout
 
 
-def test_the_command_finds_what_was_committed(tmp_path: Path) -> None:
+def test_the_command_finds_what_was_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On four GPUs, of which it makes a picture; a rank's memory is divided by four."""
+    monkeypatch.setattr(figure3, "LAYOUTS", LAYOUTS[:2])
+    monkeypatch.setattr(figure3, "CUBES", {})
     file, picture = tmp_path / "figure3.json", tmp_path / "figure3.png"
-    words = ["figure3", "--most-gpus", "4", "--json", str(file), "--picture", str(picture)]
+    words = ["figure3", "--json", str(file), "--picture", str(picture)]
     assert plan.main(words, {}) == 0
     found = json.loads(file.read_text())
     committed = json.loads((ROOT / "docs" / "results" / "figure3.json").read_text())
