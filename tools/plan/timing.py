@@ -51,12 +51,12 @@ ALIGNED = 16
 class Seconds:
     """Seconds of a step, by the keys of a plan's JSON. The total leaves out hidden ones."""
 
-    matrix_products: float
-    other_kernels: float
-    tensor_parallel_exposed: float
-    tensor_parallel_hidden: float
-    data_parallel_exposed: float
-    data_parallel_hidden: float
+    matrix_products: float = 0.0
+    other_kernels: float = 0.0
+    tensor_parallel_exposed: float = 0.0
+    tensor_parallel_hidden: float = 0.0
+    data_parallel_exposed: float = 0.0
+    data_parallel_hidden: float = 0.0
     pipeline_parallel_exposed: float = 0.0  # messages, and gradient sums of tied parameters
     pipeline_bubble: float = 0.0
     context_parallel_exposed: float = 0.0
@@ -66,11 +66,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        parallel = self.tensor_parallel_exposed + self.data_parallel_exposed
-        parallel += self.context_parallel_exposed
-        pipeline = self.pipeline_parallel_exposed + self.pipeline_bubble
-        alone = self.matrix_products + self.other_kernels + self.host + self.offload
-        return alone + parallel + pipeline
+        return sum(value for part, value in vars(self).items() if "hidden" not in part)
 
 
 def predict(step: Step, hardware: Hardware) -> Seconds:
@@ -109,76 +105,61 @@ def idle_on_shared_cores(step: Step, hardware: Hardware) -> float:
     return taken / sum(DURATIONS[action.direction] for action in step.lists[0]) - 1
 
 
-@dataclass(frozen=True)
-class _Kernels:
-    """Seconds of a rank's kernels and of its collectives but those of gradients and weights.
-    computing, moving, exposed, hidden: of a step. forward, backward: of a micro-batch."""
-
-    computing: float
-    moving: float
-    exposed: Counter[str]
-    hidden: Counter[str]
-    forward: float
-    backward: float
-
-
-def _kernels(step: Step, hardware: Hardware) -> _Kernels:
-    computing = moving = 0.0
-    exposed, hidden, phases = Counter[str](), Counter[str](), Counter[str]()
+def _kernels(step: Step, hardware: Hardware) -> tuple[dict[str, float], float, float]:
+    """(seconds of a rank's kernels and of its collectives but those of gradients and weights, by
+    the names in Seconds; those of a micro-batch's forward; and of its backward)"""
+    found, forward, backward = defaultdict[str, float](float), 0.0, 0.0
     for phase, work in step.work.items():
         products = sum(
             times * matmul_seconds(each, hardware, step.precision)
             for each, times in work.matmuls.items()
         )
-        passes = work.moved / hardware.moved_per_second
-        computing, moving, waiting = computing + products, moving + passes, 0.0
+        passes, waiting = work.moved / hardware.moved_per_second, 0.0
+        found["matrix_products"] += products
+        found["other_kernels"] += passes
         for axis, waits, beside in _collectives(step, work, hardware):
             name = "context" if axis == "context" else "tensor"
-            exposed[name] += waits
-            hidden[name] += beside
+            found[f"{name}_parallel_exposed"] += waits
+            found[f"{name}_parallel_hidden"] += beside
             waiting += waits
         taken = (products + passes + waiting) / step.micro_batches
-        phases["forward" if phase == "forward" else "backward"] += taken
-    return _Kernels(computing, moving, exposed, hidden, phases["forward"], phases["backward"])
+        if phase == "forward":
+            forward += taken
+        else:
+            backward += taken
+    return found, forward, backward
 
 
 def _of_rank(step: Step, hardware: Hardware) -> tuple[Seconds, float]:
     """(seconds of one rank, without its waits along the pipeline axis; those of the micro-batches
     among them)."""
-    kernels, measured = _kernels(step, hardware), hardware.measured(step)
-    forward, backward = kernels.forward, kernels.backward
-    if measured is None:
-        host = step.micro_batches * host_seconds(step, hardware)
+    found, forward, backward = _kernels(step, hardware)
+    of_kernels = forward + backward
+    if (measured := hardware.measured(step)) is None:
+        host = host_seconds(step, hardware)
     else:
         edge, share = _edge(step, measured, hardware), 1 / 3
         if measured.edge:
             share = (measured.edge_forward or 0.0) / measured.edge
         forward = step.layers * measured.forward + share * edge
         backward = step.layers * measured.backward + (1 - share) * edge
-        host = forward + backward - kernels.forward - kernels.backward
-        host *= step.micro_batches
-    exposed, hidden = kernels.exposed, kernels.hidden
+        host = forward + backward - of_kernels
     for _, call in step.reductions:
         if call.axis != step.model.replicas:  # of parameters that stages or ranks of a model share
-            name = "stages" if call.axis in OF_STAGES else "tensor"
-            exposed[name] += call_seconds(step, call, hardware)
-    data_exposed, data_hidden = _data_parallel(step, hardware, forward, backward)
-    updating = step.updated / (hardware.optimizer_bandwidth or hardware.moved_per_second)
-    seconds = Seconds(
-        matrix_products=kernels.computing,
-        other_kernels=kernels.moving + updating,
-        tensor_parallel_exposed=exposed["tensor"],
-        tensor_parallel_hidden=hidden["tensor"],
-        context_parallel_exposed=exposed["context"],
-        context_parallel_hidden=hidden["context"],
-        data_parallel_exposed=data_exposed,
-        data_parallel_hidden=data_hidden,
-        pipeline_parallel_exposed=exposed["stages"],
-        offload=offload_seconds(step, hardware),
-        host=host + hardware.step_overhead,
+            name = "pipeline" if call.axis in OF_STAGES else "tensor"
+            found[f"{name}_parallel_exposed"] += call_seconds(step, call, hardware)
+    exposed, hidden = _data_parallel(step, hardware, forward, backward)
+    found["other_kernels"] += step.updated / (
+        hardware.optimizer_bandwidth or hardware.moved_per_second
     )
-    of_kernels = step.micro_batches * (kernels.forward + kernels.backward)
-    return seconds, of_kernels + host
+    seconds = Seconds(
+        **found,
+        data_parallel_exposed=exposed,
+        data_parallel_hidden=hidden,
+        offload=offload_seconds(step, hardware),
+        host=step.micro_batches * host + hardware.step_overhead,
+    )
+    return seconds, step.micro_batches * (of_kernels + host)
 
 
 def _edge(step: Step, measured: Layer, hardware: Hardware) -> float:
@@ -186,9 +167,8 @@ def _edge(step: Step, measured: Layer, hardware: Hardware) -> float:
     stages before the last have what is derived for their embedding."""
 
     def derived(rank: Step) -> float:
-        kernels = _kernels(rank, hardware)
-        layers = rank.layers * _of_layer(rank, hardware)[0]
-        return max(0.0, kernels.forward + kernels.backward - layers)
+        _, forward, backward = _kernels(rank, hardware)
+        return max(0.0, forward + backward - rank.layers * _of_layer(rank, hardware)[0])
 
     if measured.edge is None:
         return derived(step) + hardware.head_overhead * step.has_head
