@@ -417,7 +417,7 @@ def test_flops_of_the_authors_program(t: int, p: int, v: int) -> None:
 
 
 def test_measured_iterations(test_data: Path) -> None:
-    """Figures of docs/results/plan.md: on one server with 8 fitted constants, on many with 10."""
+    """Figures of docs/results/plan.md: on one server with 8 constants, on many with 10."""
     one, many = (
         read_rows(test_data / "planner" / f"a100_{kind}_node.csv", "--rows")
         for kind in ("single", "multi")
