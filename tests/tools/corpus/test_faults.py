@@ -162,14 +162,18 @@ Undisturbed = Callable[[Step], tuple[list[Path], Path]]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """A step's input, and the output of two workers that nothing disturbs, which is made once."""
+    """A step's two input files, and the output of two workers that nothing disturbs, made once."""
 
     @cache
     def run(step: Step) -> tuple[list[Path], Path]:
         folder = tmp_path_factory.mktemp(step.name)
-        inputs = write_input(step, folder / "in")
-        step.run(inputs, folder / "out", workers=2)
-        return inputs, folder / "out"
+        [first] = write_input(step, folder / "in")
+        lines = first.read_bytes().splitlines(keepends=True)
+        rest, half = first.with_name(f"b{first.suffix}"), len(lines) // 2
+        first.write_bytes(b"".join(lines[:half]))
+        rest.write_bytes(b"".join(lines[half:]))
+        step.run([first, rest], folder / "out", workers=2)
+        return [first, rest], folder / "out"
 
     return run
 
@@ -178,62 +182,39 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 def test_a_step_that_is_killed_again_and_again_ends_with_the_same_bytes(
     step: Step, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
-    """At a finished task and while a file is written. No task is done twice."""
+    """At a finished task, before input that is longer changes, and while a file is written then."""
     (inputs, whole), output = undisturbed(step), tmp_path / "out"
-    tasks = tasks_of(whole)
+    tasks, after = tasks_of(whole), inputs[1].read_bytes()
     assert tasks > 8
-    for at, open_file in ((1, False), (tasks // 2, True)):
-        assert kill_at(step, inputs, output, at, open_file)
-        with pytest.raises(ValueError, match="^--input "):
-            find_shards([output], (".jsonl", ".txt"))
-    before = done(output)
-    after = run_tasks(step, inputs, output)
-    assert len({*before, *after}) == len(before + after) == tasks
-    assert content(output) == content(whole)
-
-
-@every_step
-def test_input_that_changed_after_a_crash_leaves_no_trace_of_what_it_was(
-    step: Step, tmp_path: Path
-) -> None:
-    [first] = write_input(step, tmp_path / "in")
-    lines = first.read_bytes().splitlines(keepends=True)
-    half = len(lines) // 2
-    first.write_bytes(b"".join(lines[:half]))  # and stays so
-    path = first.with_name(f"b{first.suffix}")
-    before, after = b"".join(lines[half:]), b"".join(lines[half + 7 : -10])
-    path.write_bytes(before)
-    inputs = [first, path]
-    step.run(inputs, tmp_path / "before")
-    tasks = tasks_of(tmp_path / "before")
-    path.write_bytes(after)
-    step.run(inputs, tmp_path / "fresh")
-    path.write_bytes(before)
-    assert kill_at(step, inputs, tmp_path / "out", tasks // 2, open_file=False)
-    path.write_bytes(after)
-    did = run_tasks(step, inputs, tmp_path / "out")
+    more = inputs[0].read_bytes().splitlines(keepends=True)[:30]
+    inputs[1].write_bytes(b"".join([*more, after[len(after) // 9 :]]))
+    assert kill_at(step, inputs, output, tasks // 2, open_file=False)
+    stamps = {marker: marker.stat().st_mtime_ns for marker in done(output)}
+    inputs[1].write_bytes(after)
+    assert kill_at(step, inputs, output, len(stamps) + 2, open_file=True)
+    with pytest.raises(ValueError, match="^--input "):
+        find_shards([output], (".jsonl", ".txt"))
+    second = [each for each in done(output) if each.stat().st_mtime_ns != stamps.get(each)]
+    third = run_tasks(step, inputs, output)
     # The first stage is done for the units of the first file, which stand; later ones depend on the
     # other file, too. Tokenise starts afresh: its last stage removes files of the one before.
-    reused = 0 if step.name == "tokenise" else len(cut([first], 8000, lambda _: False))
-    assert len(did) == tasks_of(tmp_path / "fresh") - reused
-    assert content(tmp_path / "out") == content(tmp_path / "fresh")
+    reused = 0 if step.name == "tokenise" else len(cut(inputs[:1], 8000, lambda _: False))
+    assert second
+    assert len({*second, *third}) == len(second + third) == tasks - reused
+    assert content(output) == content(whole)
 
 
 @every_step
 def test_shares_and_a_last_run_write_what_one_run_writes(
     step: Step, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
-    inputs, whole = undisturbed(step)
-    for output, shares in (
-        (tmp_path / "a", ["1/2", "0/2"] * 3), (tmp_path / "b", ["2/3", "0/2"])
-    ):  # fmt: skip
-        did = [run_tasks(step, inputs, output, "--shard", share) for share in shares]
-        assert all(did[:2])
-        assert not (output / "manifest.json").exists()
-        did.append(run_tasks(step, inputs, output))
-        every = [*chain.from_iterable(did)]
-        assert len({*every}) == len(every) == tasks_of(whole)
-        assert content(output) == content(whole)
+    (inputs, whole), output = undisturbed(step), tmp_path / "out"
+    did = [run_tasks(step, inputs, output, "--shard", each) for each in ["1/2", "0/2", "2/3"] * 2]
+    assert all(did[:2])
+    assert not (output / "manifest.json").exists()
+    every = [*chain.from_iterable(did), *run_tasks(step, inputs, output)]
+    assert len({*every}) == len(every) == tasks_of(whole)
+    assert content(output) == content(whole)
 
 
 def kept(output: Path) -> list[Any]:
