@@ -305,16 +305,13 @@ def test_models_of_other_modules(tmp_path: Path) -> None:
     assert (swapped["only_a"], swapped["only_b"]) == (["transformer.layers.4"], [])
 
 
-@pytest.mark.parametrize(
-    ("words", "order"),
-    [("--vocab-size 500", "other a"), ("--max-position-embeddings 8 --seq-length 8", "a other")],
-    ids=["a smaller vocabulary", "fewer positions"],
-)
-def test_a_model_that_cannot_read_the_samples(words: str, order: str, tmp_path: Path) -> None:
-    save = tmp_path / "other"
-    finished(f"{STEPS} --train-iters 1 --save {save} {words}", folder=tmp_path, shape=SHAPE)
-    given = [*order.replace("other", str(save)).split(), "--activations"]
-    assert field_of(refusal(lambda: compare_runs.main(given, {}))) == "B"
+def test_a_model_that_cannot_read_the_samples(tmp_path: Path) -> None:
+    """Other vocabularies, and fewer positions."""
+    save, fewer = tmp_path / "other", "--vocab-size 500 --max-position-embeddings 8 --seq-length 8"
+    finished(f"{STEPS} --train-iters 1 --save {save} {fewer}", folder=tmp_path, shape=SHAPE)
+    for given in (["a", str(save)], [str(save), "a"]):
+        given.append("--activations")
+        assert field_of(refusal(partial(compare_runs.main, given, {}))) == "B"
 
 
 def test_a_difference_in_the_backward_alone() -> None:

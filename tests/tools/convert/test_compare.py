@@ -88,9 +88,6 @@ def reordered(*order: int) -> Callable[[Tensor], Tensor]:
 
 BERT: list[Change] = [
     exchange("layer.1.attention.self.query.weight", "layer.1.attention.self.key.weight"),
-    exchange("layer.1.attention.self.key.bias", "layer.1.attention.self.value.bias"),
-    each(r"layer\.0\.attention\.self\.query\.bias", torch.zeros_like),
-    each(r"layer\.0\.intermediate\.dense\.bias", torch.zeros_like),
     each(r"layer\.1\.(output\.LayerNorm|ln)\.bias", torch.zeros_like),
     each("token_type_embeddings", lambda tensor: torch.stack([tensor[0], -tensor[1]])),
     each("token_type_embeddings", lambda tensor: torch.stack([-tensor[0], tensor[1]])),
@@ -108,7 +105,7 @@ WIDE = {"num_attention_heads": 6, "head_dim": 8, "num_key_value_heads": 3}
 CHANGES: dict[str, list[dict[str, Any] | Change]] = {
     "gpt2": [
         {"activation_function": "gelu"}, {"layer_norm_epsilon": 1.1e-5}, {"n_head": 2},
-        {"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True},
+        {"scale_attn_by_inverse_layer_idx": True},
         each("c_attn", reordered(1, 0, 2)), each("c_attn", reordered(0, 2, 1)),
     ],
     "llama": [

@@ -203,11 +203,8 @@ def test_printed_command(
 @pytest.mark.parametrize(
     ("kind", "words", "saved"),
     [
-        ("gpt2", "--num-layers 3", "2"),
         ("gpt2", "--vocab-size 269", "268"),
-        ("gpt2", "--activation gelu", "gelu_tanh"),
         ("gpt2", "--tokenizer-type HuggingFaceTokenizer", "GPT2BPETokenizer"),
-        ("llama", "--num-query-groups 4", "3"),
         ("llama", "--rotary-base 5000.0 --preset llama.toml", "2"),
         ("bert", "--residual-order pre-ln", "post-ln"),
     ],

@@ -241,12 +241,10 @@ NONE = "9223372036854771712"
 @pytest.mark.parametrize(
     ("cgroup", "mounts", "files", "left"),
     [
-        # No group, and one whose limit is above what the machine has.
+        # No group.
         ("0::/\n", V2.format(below=""), {"memory.stat": "anon 1\n"}, 9 * 1024),
-        ("0::/a\n", V2.format(below=""), group("a", 2, "20000", 7, 1), 9 * 1024),
-        # Its own, less what is used, but for the cache of files; that of another group.
+        # Its own, less what is used, but for the cache of files.
         ("0::/a\n", V2.format(below=""), group("a", 2, "5000", 3000, 1000), 3000),
-        ("0::/a\n", V2.format(below=""), group("b", 2, "5000", 3000, 1000), 9 * 1024),
         ("0::/a\n", V2.format(below=""), group("a", 2, "5000", 7000, 1000), 0),
         # A Slurm job: the step has none, the job has.
         ("0::/slurm/job_7/step_0/task_0\n", V2.format(below=""),

@@ -17,7 +17,6 @@ from tests.data.samples import write_tokenizer_json
 from tests.programs import ROOT
 from tests.refusals import refusal, refused
 from tests.tools.corpus.lines import content, manifest, read_jsonl, stages, write_jsonl
-from tools.corpus.__main__ import main
 from tools.corpus.pipeline import preflight, read_description
 from tools.corpus.run import Settings, jobs_until, run
 from tools.corpus.settings import program
@@ -165,28 +164,21 @@ EVALUATION = "[clean]\n[decontaminate]\nevaluation = ['{}']\ntitles = ['{}']\n"
     ("steps", "head", "words"),
     [
         ("[dedup]\njacard = 0.8\n", "", "[dedup] jacard jaccard"),
-        ("[dedup]\nseed = 'x'\n", "", "[dedup] seed"),
         ("[tokenise]\nappend_eod = 'true'\n", "", "[tokenise] append_eod true false"),
         ("[extract.c4]\nformat = 'wet'\ninput = ['x']\n", "", "[extract.c4] source"),
         ("[decontaminate]\n", "", "[decontaminate] evaluation"),
         ("[dedup]\noutput = 'x'\n", "", "[dedup] output"),
-        ("[dedup]\nshard = '0/2'\n", "", "[dedup] shard"),
         ("[dedupe]\n", "", "dedupe dedup"),
         ("[dedup]\n", "worker = 3\n", "worker workers"),
         ("[dedup]\n", "input = []\n", "input [extract.NAME]"),
-        ("[dedup]\n", "input = 'x'\n", "input"),
         ("", "", "[dedup]"),
         ("[extract]\nformat = 'wet'\n", "", "[extract] format [extract.wikipedia]"),
         (EXTRACT, "", "[extract.a] input"),
-        ("[dedup]\n[dedup.seed]\n", "", "[dedup] seed"),
         ("[dedup\n", "", ""),
         # A file that a later step would miss is named before the first.
         ("[dedup]\n", "input = ['/none/x.jsonl']\n", "input /none/x.jsonl"),
         ("[split]\n[tokenise]\nvocab_file = '/none/v'\n", "", "[tokenise] vocab_file /none/v"),
-        ("[split]\n[tokenise]\n", "", "[tokenise] vocab_file"),
-        (EVALUATION.format("/none/e", __file__), "", "[decontaminate] evaluation /none/e"),
         (EVALUATION.format(__file__, "/none/t"), "", "[decontaminate] titles /none/t"),
-        (f"{EXTRACT}input = ['/none/w']\n[split]\n", "", "[extract.a] input /none/w"),
         (f"[clean]\n[decontaminate]\nevaluation = ['{__file__}']\nvocab_file = '{__file__}'\n",
          "", "[decontaminate] vocab_file test_run.py"),
     ],
@@ -204,7 +196,6 @@ def test_a_bad_description_is_refused_before_anything_starts(
     ("step", "lines", "wrong", "works"),
     [
         ("tokenise", ["split_sentences = true", "append_eod = true"], 1, "append_eod = false"),
-        ("dedup", ["jaccard = 1.8"], 0, "jaccard = 0.7"),
         ("split", ['ratio = "x"'], 0, 'ratio = "29:1"'),
         ("extract.a", ["format = 'wet'", "input = ['x']", "source = ''"], 2,
          'source = "wikipedia"'),
@@ -264,18 +255,6 @@ def test_the_files_that_come_with_the_project_describe_runs() -> None:
     assert len(files) == 2
     for file in files:
         assert read_description(file).jobs({})
-
-
-def test_a_name_runs_its_step(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("extract", "clean", "decontaminate", "dedup", "split", "report",
-                 "run", "plan", "urls", "harvest"):  # fmt: skip
-        with pytest.raises(SystemExit) as ended:
-            main([name, "--help"])
-        assert not ended.value.code
-        assert f"python tools/corpus.py {name} " in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ended:
-        main(["dedupe"])
-    assert ended.value.code == 2
 
 
 def test_the_command_plans_and_runs(tmp_path: Path) -> None:

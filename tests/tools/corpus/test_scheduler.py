@@ -89,7 +89,7 @@ def die_once(folder: str, number: int) -> int:
     ids=["more deaths than attempts", "while others start"],
 )
 def test_dead_workers_are_replaced(workers: int, numbers: list[int], tmp_path: Path) -> None:
-    for attempt in range(3 if workers > 1 else 1):
+    for attempt in range(2 if workers > 1 else 1):
         folder = tmp_path / str(attempt)
         folder.mkdir()
         calls = [partial(die_once, str(folder), number) for number in numbers]

@@ -59,9 +59,7 @@ def test_real_text_loses_nothing(test_data: Path) -> None:
     assert 20_000 < found < 40_000
 
 
-@pytest.mark.parametrize(
-    "unit", ["\u6f22\u5b57\u3002", "\u201ca b. ", "x", ". ", "1. 2) ", "(\u00e9. "]
-)
+@pytest.mark.parametrize("unit", ["\u6f22\u5b57\u3002", "\u201ca b. ", "x", ". "])
 def test_a_long_line_is_looked_at_in_parts(unit: str) -> None:
     """100,000 characters of each kind, at which the library would work for minutes."""
     found = check(unit * (100_000 // len(unit)))
