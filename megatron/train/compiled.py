@@ -137,11 +137,11 @@ class StepGraph:
             return run(state, micro_batches, counts)
         if self.replay is None:
             device = state.mesh.device
-            batches, held = [on_device(each, device) for each in micro_batches], counts.clone()
+            batches = [on_device(each, device) for each in micro_batches]
             for number, each in enumerate(batches):  # on a CPU tensors share the arrays
                 batches[number] = each.with_arrays(**{n: x.clone() for n, x in arrays(each)})
-            self.inputs = [*batches, held]
-            self.totals, self.replay = self.record(lambda: run(state, batches, held))
+            self.inputs = [*batches, counts]
+            self.totals, self.replay = self.record(lambda: run(state, batches, counts))
         else:
             *batches, held = self.inputs
             held.copy_(counts)

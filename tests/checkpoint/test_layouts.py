@@ -301,6 +301,7 @@ def test_a_switch_of_the_first_checkpoints_is_stage_1() -> None:
     state: Any = SimpleNamespace(mesh=mesh, kernel_seed=None)
     (said,) = changes_on_resume(saved, saved, state, 2)
     assert "--zero-stage is 2, and was 1" in said
+    assert not changes_on_resume(saved, saved, state, 0), "which sums in the same order"
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:

@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from math import nan
@@ -183,9 +184,11 @@ def test_the_newest_whole_step_is_found(gloo: Pool, base: Path, loss: str) -> No
     assert not left or loss in ("SAVE begun anew", "another run")
 
 
-def test_going_back_on_purpose_leaves_memory_out(base: Path) -> None:
+@pytest.mark.parametrize("way", ["", "/../link"])
+def test_going_back_on_purpose_leaves_memory_out(base: Path, way: str) -> None:
     shutil.copytree(base / "calm" / "step_00000001", base / "save" / "step_00000001")
-    assert start(base, ["host_0"], "/step_00000001") == ([], 1)
+    (base / "link").symlink_to("save")
+    assert start(base, ["host_0"], f"{way}/step_00000001") == ([], 1)
 
 
 def test_a_copy_of_the_folder_is_another_run(base: Path) -> None:
@@ -349,6 +352,12 @@ def test_a_step_in_memory_has_the_loss_of_its_own_evaluation(tmp_path: Path) -> 
             saves.post_evaluation(loss)
     saves.pre_step([])
     assert found == [None, 0.5, None, None]
+    for is_async in (False, True):  # one that is still being written may be lost
+        settings.checkpoint = replace(settings.checkpoint, async_save=is_async)
+        saves.post_step(result)
+        saves.post_save()
+        saves.pre_step([])
+        assert len(found) == 4 + is_async
 
 
 def test_a_place_that_is_not_our_own_is_refused(tmp_path: Path) -> None:

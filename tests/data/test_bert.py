@@ -191,6 +191,11 @@ def test_settings_are_refused(prefix: str) -> None:
         opened(prefix, **{name: works})
 
 
+def test_random_pairs_are_two_halves() -> None:
+    random = bert.RandomPairs(vocabulary=9, length=6, seed=1, mask_prob=0.5)
+    assert random.batch([0, 1]).token_types.tolist() == [[0, 0, 0, 1, 1, 1]] * 2
+
+
 def test_shortest_sequence(prefix: str) -> None:
     batch = opened(prefix, seq_length=5)[0].batch(range(50))
     assert batch.is_real.all()

@@ -175,7 +175,7 @@ def in_cifar(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], An
         (lambda folder: (folder / "test").rename(folder / "others"), "", "test"),
         (lambda folder: (folder / "val").mkdir(), "", "val"),
         (in_cifar("data_batch_1.bin", lambda old: old[:-1]), "binary", "data_batch_1.bin"),
-        (in_cifar("data_batch_1.bin", lambda old: b"\x07" + old[1:]), "binary", "data_batch_1.bin"),
+        (in_cifar("data_batch_1.bin", lambda old: b"\x02" + old[1:]), "binary", "data_batch_1.bin"),
         (
             lambda folder: (write_cifar(folder / "binary") / "data_batch_2.bin").unlink(),
             "binary",

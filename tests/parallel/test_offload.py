@@ -247,6 +247,7 @@ def test_a_model_without_layers_is_refused() -> None:
 
 def test_an_activation_is_copied_to_the_host_once() -> None:
     layer = nn.Linear(64, 64)
+    layer.register_buffer("table", torch.ones(64, 64))
     offload, x = LayerOffload(layer, None), torch.randn(64, 64)
     fetch_one, fetch_two = offload.pack(x), offload.pack(x.t()[3:])
     assert len(offload.alive) == 1
@@ -259,5 +260,6 @@ def test_an_activation_is_copied_to_the_host_once() -> None:
     again = offload.pack(x)
     assert again is not None
     assert len(offload.alive) == 2
-    stays = [layer.weight, layer.weight.t(), x[0].clone(), torch.ones(64, 64, dtype=torch.int64)]
+    stays = [layer.weight, layer.weight.t(), layer.table, x[0].clone()]
+    stays.append(torch.ones(64, 64, dtype=torch.int64))
     assert all(offload.pack(each) is None for each in stays)

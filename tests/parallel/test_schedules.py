@@ -46,7 +46,7 @@ def written(lists: Lists) -> list[list[str]]:
 def read(actions: list[list[str]]) -> Lists:
     """The inverse of `written`."""
     directions = {letter: direction for direction, letter in LETTERS.items()}
-    matches = ([re.fullmatch(r"(\d+)(.)(\d+)", each) for each in own] for own in actions)
+    matches = ([re.fullmatch(r"(\d+)(.)(-?\d+)", each) for each in own] for own in actions)
     return tuple(
         tuple(Action(directions[each[2]], int(each[1]), int(each[3])) for each in own if each)
         for own in matches
@@ -251,6 +251,7 @@ def test_lists_that_do_not_work() -> None:
         ([["0F0", "0B0", "0F2", "0B2"], ["1F0", "1B0", "1F2", "1B2"]], "micro-batch 1"),
         ([["0F0", "0B0"], ["1F0", "1B0", "3F0"]], "3F0"),  # beyond the model
         ([["0F999999999", "0B0"], ["1F0", "1B0"]], "rank 0"),
+        ([["0F-1", "0F0", "0B0"], ["1F0", "1B0"]], "0F-1"),
         ([[], []], ""),
     ):
         refusal(partial(check, read(actions), 1), named, kind=ScheduleError)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import sqrt
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
@@ -20,7 +21,7 @@ from megatron.models.build import build_model, build_on_meta
 from megatron.models.gpt import GPT2
 from megatron.parallel.dtensors import from_dtensors, to_dtensors
 from megatron.parallel.initialize import materialize
-from megatron.parallel.mesh import Mesh, serial_mesh
+from megatron.parallel.mesh import Axis, Mesh, serial_mesh
 from megatron.parallel.sharding import ShardedModule, gather_whole, load_whole, sharding_specs
 from megatron.train.executor import on_device
 from tests.bert import bert_config
@@ -161,3 +162,10 @@ def assert_tied(model: GPT2) -> None:
     assert gradient is not None
     whole = gather_whole(gradient, sharding_specs(model)["word_embedding.weight"])
     assert whole[unread].any(dim=1).all()
+
+
+def test_rows_of_a_cut_stream_say_nothing_of_torchs_own_layers() -> None:
+    mesh, layer = serial_mesh(), nn.Linear(2, 2)
+    assert sharding_specs(layer, mesh=mesh).keys() == {"weight", "bias"}
+    cut = replace(mesh, stream=Axis("stream", size=2))
+    refusal(lambda: sharding_specs(layer, mesh=cut), "weight of Linear", "specs=", kind=ValueError)

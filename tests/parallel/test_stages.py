@@ -425,6 +425,18 @@ def test_bad_input_is_one_line_on_every_rank(gloo: Pool) -> None:
     assert "stage 1, Counts" in one["rows that the data decide"]
 
 
+def test_the_copies_of_the_first_stage_come_first() -> None:
+    assert tie("word", "10.head", "9.head", "0.words").members == ("0.words", "9.head", "10.head")
+
+
+def test_inputs_of_stages_are_those_of_the_dtypes_of_a_batch() -> None:
+    model, batch = build(), micro_batch(0)
+    for dtype in (np.float64, np.float32):
+        counted = batch.counted.astype(dtype)
+        _, _, mask, _ = model.stream(batch.with_arrays(counted=counted), 1)
+        assert mask.dtype == torch.from_numpy(counted).dtype
+
+
 def test_a_tie_of_no_places_is_refused() -> None:
     for words in ("a.b 0.x 1.x", "training 0.x 1.x", "a 0.x", "a x 1.x"):
         assert isinstance(refusal(partial(tie, *words.split())), ValueError)

@@ -9,6 +9,8 @@ from functools import partial
 from io import StringIO
 from itertools import pairwise
 from math import isfinite, prod
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +24,12 @@ from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 from megatron.parallel.sharding import FlatRange, ShardingSpec
+from megatron.parallel.zero3 import Units
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests import plain
 from tests.dist import on_ranks
+from tests.refusals import refusal
 from tests.tiny import VOCABULARY, mesh_of_ranks, micro_batches, samples, tiny_model, whole_slices
 
 CPU = torch.device("cpu")
@@ -230,3 +234,13 @@ def test_boxes_tile_a_flat_range() -> None:
                     times[where] += 1
         assert (times == 1).all()
     assert reached == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("other", [[0, 2, 1], [0, 1], [0, 1, 2, 0]])
+def test_layers_that_ranks_call_in_another_order_are_an_error(other: list[int]) -> None:
+    units = Units(nn.ModuleList(nn.Linear(2, 2) for _ in range(3)), None)
+    units.order, calls = [0, 1, 2], [[0, 1, 2], other]
+    mesh: Any = SimpleNamespace(control=SimpleNamespace(group=0, gather=lambda order: calls))
+    differing = "call 2" if other[1] == 2 else "call 3" if len(other) == 2 else "call 4"
+    refusal(lambda: units.end_step(mesh), differing, "rank 1", kind=RuntimeError)
+    units.end_step(mesh)  # they are compared once

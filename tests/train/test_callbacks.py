@@ -268,8 +268,10 @@ class Measures(Callback):
     """Adds a number after the line of the step, and pauses the clock while it stands still."""
 
     def post_evaluation(self, loss: float | None) -> None:
-        with self.training.paused():
+        clock = self.training.clock
+        with clock.paused():
             self.training.add(evaluated=self.training.state.step)
+        clock._start, clock._paused = clock._start - 100, clock._paused + 100  # it took so long
 
     def post_train(self, end: str) -> None:
         self.training.add(last=1)
@@ -280,7 +282,9 @@ def test_numbers_that_come_after_the_line_have_one_of_their_own(tmp_path: Path) 
     found = [line for line in lines(tmp_path) if "evaluated" in line or "last" in line]
     evaluated = [{"step": step, "evaluated": step} for step in (2, 4)]
     assert found == [*evaluated, {"step": 4, "last": 1}]
-    assert all(line["tokens_per_second"] > 0 for line in lines(tmp_path) if "loss" in line)
+    logged = [line for line in lines(tmp_path) if "loss" in line]
+    assert all(line["tokens_per_second"] > 0 for line in logged)
+    assert logged[-1]["elapsed_seconds"] > 100, "with evaluations"
 
 
 def test_pauses_within_pauses_count_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The report of a run that stops for a number that is not finite: module, rank, samples."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from megatron.config.training import OptimizerConfig
 from megatron.optim.adam import LossScaler
 from megatron.parallel.mesh import Mesh
-from megatron.train.diagnose import NonFiniteError, non_finite
+from megatron.train.diagnose import Finding, NonFiniteError, non_finite
 from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward, train_step
 from tests.dist import on_ranks
@@ -203,3 +204,16 @@ def test_the_second_run_leaves_the_gradients_of_the_first() -> None:
     assert all(each.any() for each in first)
     non_finite(state, batches, "loss", lambda: forward_backward(state, batches, counts))
     assert all(map(torch.equal, first, (bucket.gradients for bucket in state.gradients.buckets)))
+
+
+def test_samples_are_those_of_all_ranks_that_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 3D: two models of two ranks, each with two micro-batches of one sample."""
+    finding = Finding(1, 0, 0, 3, "it", 3, "data 1")
+    monkeypatch.setattr("megatron.train.diagnose.find_first", lambda *_: finding)
+    axes = {name: SimpleNamespace(size=size) for name, size in (("batch", 4), ("input", 2))}
+    state: Any = SimpleNamespace(
+        mesh=SimpleNamespace(**axes), scaler=LossScaler(), samples=8, step=1
+    )
+    batches: list[Any] = [SimpleNamespace(num_samples=1)] * 2
+    message = str(non_finite(state, batches, "loss", lambda: None))
+    assert "in samples 14 to 15 (the step reads samples 8 to 15)" in message

@@ -1,15 +1,20 @@
 """From a launcher's environment to a mesh: who is alone, who is missing, which device."""
 
 import re
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.config.launch import read_rank_info
 from megatron.config.parallel import ParallelConfig
 from megatron.train.launch import Arrival, choose_device, launch
+from megatron.train.watch import ROUNDS
 from tests.refusals import refusal
 from tests.train.ranks import run_ranks, write_program
 
@@ -102,3 +107,19 @@ def test_a_missing_rank_ends_the_start(
     text = "\n".join(each.text for each in ended)
     assert len(re.findall(f"(?m)^.*{named}", text)) == 1, text
     assert "built" not in text
+
+
+def connect(timeout: timedelta, **_: Any) -> None:
+    raise ValueError(f"torch ends it after {timeout.total_seconds():.0f} s")
+
+
+def test_torch_waits_longer_than_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which lets a rank work for so long while the others wait, and then says which it was."""
+    module = "megatron.train.launch."
+    for name in ("Watch", "check_interface", "meet"):
+        monkeypatch.setattr(f"{module}{name}", MagicMock())
+    monkeypatch.setattr(f"{module}open_store", lambda *_: (dist.HashStore(), True))
+    monkeypatch.setattr(f"{module}choose_device", lambda *_: torch.device("cpu"))
+    given = {"process_group": f"{__name__}:connect", "distributed_timeout_minutes": 5.0}
+    error = refusal(launch(ParallelConfig(**given), LAUNCHED).__enter__)
+    assert int(str(error).split()[-2]) > ROUNDS * 60 * 5

@@ -13,7 +13,7 @@ from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainConfig
 from megatron.huggingface.pretrain import PretrainHuggingFaceConfig
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.monitors import PeakMemory, Throughput, duration
+from megatron.train.monitors import PeakMemory, Throughput, TimeLeft, duration
 from megatron.train.utilization import Flops, flops_of, matmul_weights
 from tests.dist import Pool
 from tests.huggingface import write_folder
@@ -118,6 +118,21 @@ def test_mfu_is_of_the_peak_and_appears_with_it() -> None:
         assert found.get("mfu_causal") == (0.75 if peak and causal else None)
         shown = ["2,000 ms | 250 tokens/s", "25 % waiting for data", *["MFU 100 %"] * bool(peak)]
         assert [text for text in training.texts if text] == shown
+
+
+def test_the_time_left_is_at_the_pace_since_the_first_step() -> None:
+    """The first of 10 steps, which compiles, takes 90 s, and the next three 6 s."""
+    callback, training = TimeLeft(), Reader()
+    callback.training, training.steps = training, 10
+    callback.pre_train()
+    for step, elapsed in ((1, 90.0), (4, 96.0)):
+        training.state, training.clock = (
+            SimpleNamespace(step=step),
+            SimpleNamespace(elapsed=elapsed),
+        )
+        callback.post_step(None)
+    callback.pre_log()
+    assert (training.values, training.texts) == ({"seconds_left": 12.0}, ["12 s left"])
 
 
 def test_a_duration_has_its_two_largest_units() -> None:
