@@ -35,6 +35,7 @@ from megatron.config.pretrain import (
     PretrainViTConfig,
 )
 from megatron.errors import CommandLineError, UsageError
+from megatron.models.registry import take_kind
 from megatron.train.signals import SIGNALS, StopSignals
 from tests.refusals import refusal
 
@@ -178,6 +179,11 @@ def test_bad_presets_name_file_and_key(tmp_path: Path) -> None:
     ):
         file = preset(tmp_path, text)
         refusal(partial(pretrain, "--preset", file), file, key, field="--preset")
+
+
+def test_a_kind_that_is_not_known_is_named_with_its_line(tmp_path: Path) -> None:
+    words = ["--preset", preset(tmp_path, 'lr = 1\n\n[model]\nkind = "gpt"\n')]
+    refusal(partial(take_kind, words, {}), "line 4: kind", field="--preset")
 
 
 def test_what_a_preset_has_is_refused_and_cured_as_lines_of_its_file(

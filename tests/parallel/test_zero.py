@@ -22,15 +22,24 @@ from megatron.optim.adam import LossScaler, MasterWeights
 from megatron.parallel.bucket import gathered
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.mesh import ALONE, Axis, Mesh
+from megatron.parallel.mesh import ALONE, Axis, Mesh, serial_mesh
 from megatron.parallel.sharding import FlatRange, ShardingSpec
 from megatron.parallel.zero3 import Units
-from megatron.train.state import TrainState
+from megatron.train.state import TrainState, build_state
 from megatron.train.step import train_step
 from tests import plain
 from tests.dist import on_ranks
 from tests.refusals import refusal
-from tests.tiny import VOCABULARY, mesh_of_ranks, micro_batches, samples, tiny_model, whole_slices
+from tests.tiny import (
+    VOCABULARY,
+    assert_exact,
+    mesh_of_ranks,
+    micro_batches,
+    samples,
+    tiny_config,
+    tiny_model,
+    whole_slices,
+)
 
 CPU = torch.device("cpu")
 STAGES = (1, 2, 3)
@@ -244,3 +253,14 @@ def test_layers_that_ranks_call_in_another_order_are_an_error(other: list[int]) 
     differing = "call 2" if other[1] == 2 else "call 3" if len(other) == 2 else "call 4"
     refusal(lambda: units.end_step(mesh), differing, "rank 1", kind=RuntimeError)
     units.end_step(mesh)  # they are compared once
+
+
+def test_masters_begin_as_rounded_weights() -> None:
+    """As without ZeRO, where they are copies of the weights."""
+    given: dict[str, Any] = {"seed": 1, "dtype": torch.bfloat16}
+    runs = [
+        build_state(tiny_config(), serial_mesh(CPU), VOCABULARY, zero_stage=stage, **given)
+        for stage in (0, 3)
+    ]
+    wanted, found = (whole_slices(each.optimizer.masters()) for each in runs)
+    assert_exact(found, wanted)
