@@ -6,9 +6,7 @@ if not __package__:  # run as a file
 import os
 import sys
 
-from megatron.config.launch import interruptible
 from tools.doctor.__main__ import main
 
 if __name__ == "__main__":
-    with interruptible(os.environ):
-        sys.exit(main(sys.argv[1:], os.environ))
+    sys.exit(main(sys.argv[1:], os.environ))

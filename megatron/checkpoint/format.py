@@ -20,6 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def step_of(path: Path) -> int:
 def one_step(load: str | Path) -> Path | None:
     """The checkpoint's folder that `load` names, or that it leads to as a link of any name; None if
     it names a directory of checkpoints."""
-    paths = Path(load), Path(load).resolve()
+    paths = Path(load), Path(realpath(load))  # which passes over a ring of links
     return next((path for path in paths if re.fullmatch(STEP_FOLDER, path.name)), None)
 
 
@@ -84,7 +85,7 @@ def read_manifest(path: Path, *, alone: bool = False) -> dict[str, Any]:
             raise ValueError("its checksum is not that of the rest of it")
         if is_known:
             check_tiling(manifest["tensors"], manifest["files"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(f"{file} is damaged: {reason}") from error
     if not is_known:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields
 from math import prod
+from os.path import realpath
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -78,8 +79,9 @@ def find_start(config: CheckpointConfig, option: str = "--load") -> Start:
         return Start()
     load = Path(config.load)
     one = files.one_step(load)
-    directory = load.resolve() if one is None else load.resolve().parent
-    is_same = config.save is not None and directory == Path(config.save).resolve()
+    real = Path(realpath(load))  # resolve() raises for a ring of links
+    directory = real if one is None else real.parent
+    is_same = config.save is not None and str(directory) == realpath(config.save)
     if config.finetune and is_same:
         allowed, flags = "another directory than {}, where {} starts", ("--load", "--finetune")
         raise UsageError("--save", config.save, allowed, *flags, works=f"{config.save}_finetuned")

@@ -45,7 +45,7 @@ class CheckpointConfig:
         of_save = ("save_interval", "keep_checkpoints", "async_save", "memory_checkpoint_interval")
         for name in of_save:
             needs(self, name, "save")
-        for name in ("finetune", "memory_checkpoint_interval"):
+        for name in ("finetune", "override_data", "memory_checkpoint_interval"):
             needs(self, name, "load")
         positive(self, "save_interval", "memory_checkpoint_interval")
         at_least(self, keep_checkpoints=2)  # the newest may be damaged

@@ -71,8 +71,10 @@ def read_rank_info(environ: Mapping[str, str]) -> RankInfo:
     if not port.isdecimal() or not 0 < int(port) < 2**16:
         raise UsageError("MASTER_PORT", repr(port), "a free port", works=("MASTER_PORT=29500",))
     is_host = environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return RankInfo(int(rank), size, address, int(port), is_host, restarts)
+    name = "TORCHELASTIC_RESTART_COUNT"
+    if not (restarts := environ.get(name, "0")).isdecimal():
+        raise UsageError(name, repr(restarts), "a number of restarts, which torchrun sets")
+    return RankInfo(int(rank), size, address, int(port), is_host, int(restarts))
 
 
 def is_first(environ: Mapping[str, str]) -> bool:

@@ -268,16 +268,22 @@ class FinetuneParallelConfig(ContextParallelConfig):
     def cuts_stream(self) -> bool:
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
+    @property
+    def zero_flag(self) -> str:
+        return "--zero-stage" if self.zero_stage else "--use-distributed-optimizer"
+
+    def divides_state(self, world_size: int) -> bool:
+        """Whether ZeRO divides the optimizer's state over several processes."""
+        copies = self.data_parallel_size(world_size) * self.tensor_parallel_depth
+        return self.stage_of_zero > 0 and copies * self.context_parallel_size > 1
+
     def _check_own(self, world_size: int) -> None:
         """Warn of settings that shard nothing."""
         if self.sequence_parallel and not self.cuts_stream:
             warnings.warn(f"--sequence-parallel does nothing with {TENSOR} 1", stacklevel=2)
-        copies = self.data_parallel_size(world_size) * self.tensor_parallel_depth
-        copies *= self.context_parallel_size
-        if self.stage_of_zero and copies == 1:
-            name = "--zero-stage" if self.zero_stage else "--use-distributed-optimizer"
-            text = f"{name} shares nothing out with one data-parallel model: more processes than "
-            text += "tensor-parallel ones x pipeline stages would make several"
+        if self.stage_of_zero and not self.divides_state(world_size):
+            text = f"{self.zero_flag} shares nothing out with one data-parallel model: more "
+            text += "processes than tensor-parallel ones x pipeline stages would make several"
             warnings.warn(text, stacklevel=2)
 
 

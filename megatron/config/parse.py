@@ -107,15 +107,16 @@ def user_errors(
     """End the program with status 2 and one message if an error of these kinds is raised, or a
     library is missing.
 
-    Prints each warning as one line. If the reader of stdout has gone (`| head`), the program ends
-    without a message and with status 141. Most errors are the same on every rank. So only rank 0
-    (RANK in environ) prints warnings, and another rank prints its error only after the launcher
+    Prints each warning as one line, once. If the reader of stdout has gone (`| head`), the program
+    ends without a message and with status 141. Most errors are the same on every rank. So only rank
+    0 (RANK in environ) prints warnings, and another rank prints its error only after the launcher
     would have ended it because of rank 0. agreed: every rank raises the same error, and only rank 0
     prints it.
     """
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        if is_first(environ):
+        if is_first(environ) and str(message) not in _said:
+            _said.add(str(message))
             print(f"warning: {message}", file=sys.stderr)
 
     errors: tuple[type[Exception], ...] = (MissingLibrary, *kinds)
@@ -153,6 +154,9 @@ def whole_program(
     with interruptible(environ), user_errors(environ, kinds=kinds):
         yield
 
+
+_said: set[str] = set()
+"""Warnings since the last `parse` or `parse_call`: several parts of a start check the same."""
 
 _in_force: list[PresetSetting] = []
 """The settings of presets that no flag has overridden, as the last `parse` left them: a UsageError
@@ -196,6 +200,7 @@ def parse(
     """
     import tyro
 
+    _said.clear()
     types: dict[str, Any] = {}  # the type of every setting, by each of its names
     names: dict[str, str] = {}  # its first name, by each of its names
     replaces: dict[str, Collection[str]] = {}  # keys of presets, by the setting in their place
@@ -243,6 +248,7 @@ def parse(
                 saved_words += _arguments(key, value)
         first = saved_words + first
     _refuse_values(first + words, types)
+    _refuse_repeats(words, types)
     description = description or sys.modules["__main__"].__doc__ or ""
     text = textwrap.dedent(description).strip()
     text += f"\n\n{_PRESET_HELP}" * ("preset" not in types)
@@ -279,11 +285,15 @@ def parse_table(program: type[Program], table: Mapping[str, Any]) -> Program:
     as `parse`, and UsageError for a value that is not of its setting's type."""
     import tyro
 
+    types = {name: kind for name, kind, _ in settings_of(program)}
+    for key, value in table.items():
+        within, values = types_within(types[key]), value if isinstance(value, list) else [value]
+        if str not in within and within & {int, float} and str in map(type, values):
+            raise UsageError(flag(key), value, _described(types[key]))
     words = [word for key, value in table.items() for word in _arguments(key, value)]
     try:
         return _run_tyro(functools.partial(tyro.cli, program), words, {}, ())
     except CommandLineError:
-        types = {name: kind for name, kind, _ in settings_of(program)}
         for key, value in table.items():
             if fit := _misfit(types[key], value, _arguments(key, value)):
                 raise UsageError(flag(key), value, fit) from None
@@ -302,6 +312,20 @@ def _refuse_values(words: Sequence[str], types: Mapping[str, Any]) -> None:
             digits = re.fullmatch(r"[+-]?0*(\d{19,})", each.replace("_", ""))
             if int in kinds and digits and (len(digits[1]) > 19 or int(digits[1]) >= 2**63):
                 raise UsageError(name, each[:40], "an integer below 2^63")
+
+
+def _refuse_repeats(words: Sequence[str], types: Mapping[str, Any]) -> None:
+    """Raise UsageError for a flag of several values that is given twice: only the last would count,
+    as it does for a flag of one value, which so overrides that of a script."""
+    given: dict[str, list[str]] = {}
+    for word, *values in by_flag(words):
+        name, equals, value = word.partition("=")
+        values, field = [*[value] * bool(equals), *values], field_of(name)
+        if ... in types_within(types.get(field)):
+            if field in given:
+                works = (name, *given[field], *values)
+                raise UsageError(name, None, "given once, with all its values", works=works)
+            given[field] = values
 
 
 def _check_types(words: Sequence[str], types: Mapping[str, Any]) -> None:
@@ -378,6 +402,8 @@ def parse_call(
     -h, after those of the module's docstring. Raises as `parse`."""
     import tyro
 
+    _said.clear()
+
     def later(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def bind(*words: Any, **flags: Any) -> Any:
@@ -396,6 +422,7 @@ def parse_call(
     given = functions.get(next(iter(argv), "")) if isinstance(functions, Mapping) else functions
     types = get_type_hints(given) if given else {}
     _refuse_values(argv, types)
+    _refuse_repeats(argv, types)
     try:
         return _run_tyro(call, argv, environ, names, None, [*about, examples])
     except CommandLineError:

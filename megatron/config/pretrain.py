@@ -18,7 +18,7 @@ from megatron.config.model import (
     TextModelConfig,
     ViTConfig,
 )
-from megatron.config.parallel import TrainingParallelConfig
+from megatron.config.parallel import TENSOR, TrainingParallelConfig
 from megatron.config.parts import check_parts, custom_layers
 from megatron.config.training import (
     BertDataConfig,
@@ -128,6 +128,12 @@ class PretrainConfig:
             left_out(self.model, name, reason, other, works="coordinates")
         self.check_layout(world_size)
         self.parallel.check_model(self.model)
+        if self.optimizer.optimizer in ("muon", "adafactor"):
+            reason = "with {}, which cuts the matrices that it needs whole"
+            if self.parallel.tensor_model_parallel_size > 1:
+                left_out(self.optimizer, "optimizer", reason, TENSOR)
+            if self.parallel.divides_state(world_size):
+                left_out(self.optimizer, "optimizer", reason, self.parallel.zero_flag)
         name, batch = "--global-batch-size", self.global_batch_size(world_size)
         micro_batch = self.training.micro_batch_size
         readers = self.parallel.batch_parallel_size(world_size)

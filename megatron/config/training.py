@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, fields
+from fractions import Fraction
 from typing import ClassVar, Literal
 
 from megatron.config.checks import (
@@ -105,6 +106,13 @@ class TextDataConfig(DataConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive(self, "seq_length")
+        try:
+            weights = [Fraction(weight) for weight in self.split.split(",")]
+        except (ValueError, ZeroDivisionError):
+            weights = []
+        if len(weights) != 3 or min(weights) < 0 or sum(weights) == 0:
+            allowed = "three weights (training, validation, test), 0 or above, not all 0"
+            raise UsageError("--split", self.split, allowed, works="1,0,0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +226,11 @@ class ImageDataConfig(DataConfig):
             raise UsageError("--data-path", " ".join(self.data_path), "one folder or packed file")
 
 
+ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
+OF_ADAM = {"sgd": (), "adagrad": ADAM[2:], "rmsprop": ADAM[1:], "adafactor": ()}
+"""The settings of Adam that another optimizer has; one that is not listed may have all."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     resume: ClassVar[str] = "free"
@@ -298,6 +311,9 @@ class OptimizerConfig:
             left_out(self, "decoupled_weight_decay", reason, "--optimizer")
         if self.optimizer != "sgd":
             left_out(self, "sgd_momentum", "without {} sgd", "--optimizer")
+        for name in ADAM:
+            if name not in OF_ADAM.get(self.optimizer, ADAM):
+                left_out(self, name, f"with {{}} {self.optimizer}, which has none", "--optimizer")
         if self.lr_decay_style != "wsd":
             left_out(self, "lr_wsd_decay_iters", "without {} wsd", "--lr-decay-style")
         excludes(self, "lr_warmup_fraction", "lr_warmup_iters")

@@ -121,7 +121,7 @@ class Description:
             return None
         try:
             description = cls.from_json(json.loads(file.read_bytes()))
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             names = ", ".join(field.name for field in fields(cls))
             raise ValueError(f"{file} should be a JSON object of {names}: {error}") from error
         totals = sum_shards(description.shards) if description.shards else {}

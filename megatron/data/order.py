@@ -30,16 +30,10 @@ Dataset = TypeVar("Dataset")
 def split_documents(split: str, documents: int) -> tuple[range, range, range]:
     """Ranges of documents, in file order, in proportion to the three weights of --split.
 
-    A weight of 0 gives an empty range. Raises UsageError for malformed weights, and where a split
-    of positive weight would get no document.
+    A weight of 0 gives an empty range. Raises UsageError where a split of positive weight would
+    get no document.
     """
-    try:
-        weights = [Fraction(weight) for weight in split.split(",")]
-    except (ValueError, ZeroDivisionError):
-        weights = []
-    if len(weights) != 3 or min(weights) < 0 or sum(weights) == 0:
-        allowed = "three weights (training, validation, test) of 0 or more"
-        raise UsageError("--split", split, allowed, works="1,0,0")
+    weights = [Fraction(weight) for weight in split.split(",")]
     bounds = [floor(documents * sum(weights[:end]) / sum(weights)) for end in range(4)]
     training, validation, test = (range(start, stop) for start, stop in pairwise(bounds))
     for name, weight, part in zip(SPLITS, weights, (training, validation, test), strict=True):

@@ -47,6 +47,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_checkpoint(Path("tuned"), 2, run="three", weights_of="one")
     make_checkpoint(Path("seeds/seed_1"), 3)
     Path("link").symlink_to("one")
+    Path("ring").symlink_to("ring")
     Path("straight").symlink_to("one/step_00000004")
     for file in ("config.json", "latest_checkpointed_iteration.txt", ".metadata"):
         Path(f"with_{file}").mkdir()
@@ -110,6 +111,7 @@ def test_a_load_without_checkpoints_is_refused(runs: Path) -> None:
     for load, cure in (
         ("nowhere", "--save"),
         ("one/step_00000003", "--save"),
+        ("ring", "--save"),
         ("with_config.json", "convert_hf.py import --from with_config.json --output NEW"),
         ("with_latest_checkpointed_iteration.txt", "tools/import_megatron.py"),
         ("with_.metadata", "convert_dcp.py import --from with_.metadata --output NEW"),

@@ -70,6 +70,10 @@ LAST = """
 --data-path x --mock-data | --vocab-file x --merge-file y --mock-data | --no-shuffle --mock-data
 --split 1,1,0 --mock-data | --tokenizer-type x --mock-data
 --num-layer 3 | --batch-size 4 | --n-layer 3 | --lr-decay-style cos
+--override-data | --save a --override-data | --split x | --split= | --split 1,2
+--split nan,1,0 | --split 1,-1,0 | --split 0,0,0 | --split 1/0,1,1
+--optimizer sgd --adam-beta1 0.5 | --optimizer rmsprop --adam-beta1 0.5
+--optimizer adafactor --adam-eps 1e-6 | --optimizer adagrad --adam-beta2 0.5
 --save a --save-interval 0 | --save-interval -5 | --async-save | --keep-checkpoints 1
 --save a --load a --memory-checkpoint-interval 0 | --load a --memory-checkpoint-interval 0
 --save a --memory-checkpoint-interval 5
@@ -91,6 +95,7 @@ LAST = """
 """
 # The same, of one kind of model.
 LAST_OF_GPT2 = """
+--data-path a --data-path b
 --begin-token [BOT] | --end-token [EOT] | --json-key body | --too-long refuse | --cache-tokens
 --dataset-name x | --dataset-split test | --pad --dataset-name x --data-path y | --pad --mock-data
 --eod-mask-loss --mock-data | --pad --eod-mask-loss | --pad --reset-position-ids
@@ -117,6 +122,7 @@ LAST_AT = {
 {CONTEXT} 2 {RING} --recompute-granularity selective
 {CONTEXT} 2 {RING} --attention-dropout-rng kernel
 {CONTEXT} 2 {RING} --attention-dropout-rng coordinates-flex
+{TENSOR} 2 --optimizer muon | --zero-stage 1 --optimizer adafactor
 {TENSOR} 1000000000000 | {CONTEXT} 1000000000000 | {STAGES} 1000000000000""",  # at once
     3: f"{TENSOR} 3",
     4: f"""--ffn-hidden-size 6 {TENSOR} 4 | --micro-batch-size 3 --global-batch-size 8 | {GRID} 4d

@@ -28,10 +28,7 @@ def test_every_document_is_in_one_split_in_proportion() -> None:
 
 
 def test_splits_that_cannot_be_are_refused() -> None:
-    for split, documents in (
-        *[("969,30,1", 20), ("29,1,0", 1), ("1,1,1", 2)],
-        *[(split, 10) for split in ("", "1,2", "a,b,c", "1,-1,0", "0,0,0", "nan,1,0", "1/0,1,1")],
-    ):
+    for split, documents in (("969,30,1", 20), ("29,1,0", 1), ("1,1,1", 2)):
         error = refusal(partial(split_documents, split, documents), kind=UsageError)
         flag, works = error.works
         assert flag == error.flag == "--split"

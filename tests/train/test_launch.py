@@ -40,7 +40,12 @@ def test_a_launchers_variables_are_read() -> None:
 
 
 def test_what_a_launcher_left_out_is_not_made_up() -> None:
-    for variable, value in (("RANK", "2"), ("MASTER_ADDR", ""), ("MASTER_PORT", "70000")):
+    for variable, value in (
+        ("RANK", "2"),
+        ("MASTER_ADDR", ""),
+        ("MASTER_PORT", "70000"),
+        ("TORCHELASTIC_RESTART_COUNT", "x"),
+    ):
         refusal(partial(read_rank_info, LAUNCHED | {variable: value}), field=variable)
     refusal(launch(environ=LAUNCHED | {"WORLD_SIZE": "1"}).__enter__, field="RANK")
 

@@ -45,6 +45,7 @@ class Settings:
         writable(self, "json")
 
 
+@interruptible(os.environ)
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     """Returns the exit status. Every rank runs the all-reduces; the first runs everything else."""
     with user_errors(environ):
@@ -83,5 +84,4 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    with interruptible(os.environ):
-        sys.exit(main(sys.argv[1:], os.environ))
+    sys.exit(main(sys.argv[1:], os.environ))

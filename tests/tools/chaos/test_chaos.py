@@ -305,6 +305,7 @@ FILES = {  # a faults file that is refused, and a word that the message has to n
     f'every_seconds = 60\n{KILL}rank = "second"\n': "launcher",
     'every_seconds = 60\n[[fault]]\nkind = "drop"\nrank = "all"\n': "random",
     f"every_seconds = 60\n{KILL}second = 3\n": "seconds",
+    f'every_seconds = "60"\n{KILL}': "a number",
     "every_seconds = 60\n[[fault]]\nweight = 1\n": "kind",
     f"every_seconds = 60\n{KILL}[[layout]]\nnproc-per-node = 2\n": "nproc-per-node",
     "every_seconds = 60\nfault = 3\n": "[[fault]]",
