@@ -137,7 +137,7 @@ class TorchAdam:
         config, is_zero = self.config, factor == 0
         for ((decay, dtype), group), updates in zip(self.groups.items(), self.updates, strict=True):
             gradients = [each.gradient for each in group]
-            # Of two calls one does something. The kernel divides by grad_scale as it reads, but
+            # One of two calls does something. The kernel divides by grad_scale as it reads, but
             # writes the quotients back, which takes a fifth of its time: not for a factor of 1.
             calls = [(factor.reciprocal().float(), is_zero | (factor == 1)), (None, factor != 1)]
             if dtype == torch.float64:  # the kernel's divisor is fp32

@@ -26,7 +26,7 @@ LONGEST = 200  # characters of a cause
 ASKED = ("drop", "flip_weight")  # kinds that the probe does
 FOLDER = "CHAOS_EVENTS"
 
-# What events have beside "time".
+# Fields of events beside "time".
 FIELDS: dict[str, dict[str, Any]] = {
     "loaded": {"step": int},
     "step": {"step": int},

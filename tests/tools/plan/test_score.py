@@ -88,7 +88,7 @@ def test_an_anchor_makes_its_layers_as_slow_as_they_are() -> None:
     assert without["mean_error"] > 0.1
     assert anchored["worst_error"] < 1e-6
     assert [each["is_anchor"] for each in anchored["rows"]] == [True, False, False, False]
-    # Of two anchors that part, neither is a prediction.
+    # Neither of two anchors that differ is a prediction.
     parted = [replace(ROW, iteration_ms=each * rows[0].iteration_ms) for each in (0.9, 1.1)]
     assert score([*parted, rows[1]], A100, PROGRAM, parted)["worst_error"] < 0.01
 
