@@ -173,9 +173,9 @@ def _facts(layout: str) -> dict[str, Any]:
 
 
 def _volume(layout: str) -> dict[str, Any]:
-    """The volume of a layer of COUNTED, in fp32. `published` compares with `of_square_linear`: elements of a
-    linear layer with n = h, in units of h^2. pays_from_tokens_by_hidden: tokens / hidden size above
-    which a layer sends less than in 1D on as many ranks."""
+    """Volumes of a layer of COUNTED, in fp32. `published` compares with `of_square_linear`:
+    elements of a linear layer with n = h, in units of h^2. pays_from_tokens_by_hidden: tokens /
+    hidden size above which a layer sends less than in 1D on as many ranks."""
     n, h = COUNTED.batch * COUNTED.sequence, COUNTED.hidden
     step, (tokens, weights) = COUNTED.step(layout, 1), coefficients(layout)
     of_1d, _ = coefficients(f"tensor={step.ranks}")

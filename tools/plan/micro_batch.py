@@ -249,11 +249,7 @@ def _usual_inputs() -> Iterator[None]:
     """Answers True to what a transformers model asks of values that do not exist: whether positions
     are consecutive, whether nothing is masked."""
     original = torch.Tensor.__bool__
-
-    def answer(tensor: torch.Tensor) -> bool:
-        return tensor.is_meta or original(tensor)
-
-    with patch.object(torch.Tensor, "__bool__", answer):
+    with patch.object(torch.Tensor, "__bool__", lambda tensor: tensor.is_meta or original(tensor)):
         yield
 
 
