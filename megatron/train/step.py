@@ -30,12 +30,11 @@ from megatron.data.files import DataError
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import local_tokens
 from megatron.parallel.kernels import rounded_sqrt
-from megatron.parallel.offload import host_empty, start_to_host
 from megatron.parallel.random import seed_kernels
 from megatron.parallel.schedules import Action
 from megatron.train.diagnose import non_finite
 from megatron.train.evaluate import Outputs, gather_outputs, require_outputs
-from megatron.train.executor import Executor, to_device
+from megatron.train.executor import Executor, start_to_host, to_device
 from megatron.train.state import TrainState
 
 
@@ -104,14 +103,12 @@ def train_step(
     # [tokens, k denominators, k sums, norm, votes, bad losses]; both sums are over the stages, so a
     # vote counts once for each of them.
     agreed = torch.cat([counts, reduced[:k], torch.stack([norm, votes, bad_losses])])
-    on_host = host_empty(len(agreed), agreed.dtype, agreed.device)
-    wait = start_to_host(agreed, on_host)
+    read = start_to_host(agreed)
     state.mark("optimizer")
     is_good = counts[1:].all() & (bad_losses == 0)
     state.optimizer.step(lr, 1.0 / scaler.scale, norm.where(is_good, nan))
     state.mark("")
-    wait()
-    tokens, *numbers = on_host.tolist()
+    tokens, *numbers = read()
     denominators, sums, (grad_norm, votes, bad_losses) = numbers[:k], numbers[k:-3], numbers[-3:]
     means = {}
     for term, total, number in zip(state.objective.terms, sums, denominators, strict=True):
