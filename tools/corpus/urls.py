@@ -13,13 +13,10 @@ covers smile.amazon.co.uk.  The built-in names and extensions are of the kinds i
 pictures, videos and music, social media, shops, Wikipedia (a corpus of its own), files that are no
 text.
 
-To find repeats, hashes of 64 bits are sorted in parts that fit --memory, never all at once: two of
-10^9 URLs coincide by chance once in 40 lists, and the later one is then dropped.
+To find repeats, hashes of 128 bits are sorted in parts that fit --memory, never all at once.
 """
 
 import hashlib
-import heapq
-import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,14 +24,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from megatron.data.json_lines import OPENERS, WORK, Line, find_shards, read_lines
 from megatron.errors import UsageError
-from tools.corpus import external
 from tools.corpus.engine import StepRun, Task, keep_rejected, sum_counts
+from tools.corpus.external import count_parts, find_repeats, repeats_of, write_rows
 from tools.corpus.files import DocumentCounts, Unit, cut, write_shard
-from tools.corpus.settings import ShardSettings
+from tools.corpus.settings import ShardSettings, program
 
 SHORTEST = 9  # characters
 LONGEST = 1 << 16  # bytes
@@ -67,8 +62,8 @@ URL = re.compile(
 DOMAIN = re.compile(r"[a-z0-9-]+(\.[a-z0-9-]+)*")
 EXTENSION = re.compile(r"[a-z0-9_+-]+")
 
-BLOCK = 1 << 19  # hashes that are sorted at a time
-READ = 1 << 10  # numbers of repeats read at a time from each part
+LINE_BYTES = 32  # least size of a list's line, to estimate the number of its URLs
+EXPANSION = 8  # factor by which a compressed list grows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,22 +93,17 @@ def run(settings: Settings) -> None:
     with StepRun("urls", settings, units) as step:
         if step.done:
             return
-        tasks = [Task(unit.name, (unit, settings), unit.stop - unit.start) for unit in units]
-        sizes = step.stage("hashes", hash_unit, tasks)
-        firsts = [0, *itertools.accumulate(map(sum, sizes))]  # number of each unit's first URL
-        parts = external.count_parts(firsts[-1], settings.memory_bytes)
-        blocks = [
-            (block_folder(settings, unit, k), size)
-            for unit, found in zip(units, sizes, strict=True)
-            for k, size in enumerate(found)
-        ]
-        files = [step.work / "repeats-of" / f"{part:05}.npy" for part in range(parts)]
-        judging = [Task(file.stem, (file, part, parts, blocks)) for part, file in enumerate(files)]
+        size = 0  # of the lists once they are decompressed, roughly
+        for unit in units:
+            packed = Path(unit.file).suffix in OPENERS
+            size += (unit.stop - unit.start) * (EXPANSION if packed else 1)
+        parts = count_parts(size // LINE_BYTES, settings.memory_bytes)
+        tasks = [Task(unit.name, (unit, parts, settings), unit.stop - unit.start) for unit in units]
+        step.stage("hashes", hash_unit, tasks)
+        names = tuple(unit.name for unit in units)
+        rows = rows_folder(settings)
+        judging = [Task(f"{part:05}", (rows, part, names)) for part in range(parts)]
         step.stage("repeats", find_repeats, judging)
-        tasks = [
-            Task(unit.name, (unit, *ends, files, settings), unit.stop - unit.start)
-            for unit, ends in zip(units, itertools.pairwise(firsts), strict=True)
-        ]
         results = step.stage("shards", write_unit, tasks)
         step.finish(sum_counts(results), [result["shard"] for result in results])
 
@@ -178,56 +168,24 @@ def is_covered(host: str, domains: frozenset[str]) -> bool:
     )
 
 
-def block_folder(settings: Settings, unit: Unit, number: int) -> Path:
-    return settings.output / WORK / "blocks" / f"{unit.name}-{number:04}"
+def rows_folder(settings: Settings) -> Path:
+    return settings.output / WORK / "rows"
 
 
-def hash_unit(unit: Unit, settings: Settings) -> list[int]:
-    """Write the hashes of the unit's URLs that could stay, in blocks.  Returns their sizes."""
+def hash_unit(unit: Unit, parts: int, settings: Settings) -> None:
+    """Write the hashes of the unit's URLs that could stay."""
     hashes = (
-        hashlib.blake2b(text.encode(), digest_size=8).digest()
+        hashlib.blake2b(text.encode(), digest_size=16).digest()
         for line, text, reason in read_urls(unit, load_blacklists(settings))
         if line.fault is None and reason is None
     )
-    sizes: list[int] = []
-    while block := b"".join(itertools.islice(hashes, BLOCK)):
-        keys = np.frombuffer(block, np.uint64)
-        external.write_sorted(block_folder(settings, unit, len(sizes)), keys[None])
-        sizes.append(len(keys))
-    return sizes
+    write_rows(rows_folder(settings), unit.name, parts, hashes)
 
 
-def find_repeats(target: Path, part: int, parts: int, blocks: list[tuple[Path, int]]) -> None:
-    """Write the numbers of a part's repeats, all but the first of equal URLs, in order.  blocks:
-    the folder of each, and how many URLs it has."""
-    keys, numbers, first = [np.empty(0, np.uint64)], [np.empty(0, np.int64)], 0
-    for folder, size in blocks:
-        found, rows = external.read_sorted(folder, 0, part, parts)
-        keys.append(found)
-        numbers.append(rows + first)
-        first += size
-    members, starts = external.group(np.concatenate(keys), np.concatenate(numbers))
-    external.save(target, np.sort(np.delete(members, starts[:-1])))
-
-
-def repeats_of(files: Sequence[Path], first: int, stop: int) -> Iterator[int]:
-    """Numbers of the repeats from `first` to `stop` - 1, in order, of the files of all parts."""
-
-    def numbers(file: Path) -> Iterator[int]:
-        found = external.mapped(file)
-        where = external.span(found, first, stop)
-        for at in range(where.start, where.stop, READ):
-            yield from external.read(found, slice(at, min(at + READ, where.stop))).tolist()
-
-    return heapq.merge(*map(numbers, files))
-
-
-def write_unit(
-    unit: Unit, first: int, stop: int, files: Sequence[Path], settings: Settings
-) -> dict[str, Any]:
-    """Write the URLs of the unit that stay.  first, stop: numbers of those that could."""
-    blacklists, accounting, place = load_blacklists(settings), DocumentCounts(), first
-    repeats = repeats_of(files, first, stop)
+def write_unit(unit: Unit, parts: int, settings: Settings) -> dict[str, Any]:
+    """Write the URLs of the unit that stay."""
+    blacklists, accounting, place = load_blacklists(settings), DocumentCounts(), 0
+    repeats = repeats_of(rows_folder(settings), unit.name, unit.number, parts)
     repeat = next(repeats, None)
     with write_shard(settings.output, f"part-{unit.name}", settings.compress, ".txt") as shard:
         for line, text, reason in read_urls(unit, blacklists):
@@ -248,3 +206,7 @@ def write_unit(
     assert repeat is None
     keep_rejected(settings, unit, accounting)
     return {"accounting": accounting.to_json(), "shard": shard.facts}
+
+
+if __name__ == "__main__":
+    program("tools.corpus.urls")

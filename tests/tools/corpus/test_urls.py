@@ -85,13 +85,13 @@ def test_every_line_is_kept_or_counted_by_its_reason(tmp_path: Path) -> None:
     assert [each["reason"].partition(" ")[0] for each in rejected] == ["line", "'utf-8'"]
 
 
-@pytest.mark.parametrize("block", [50, 1 << 19])
+@pytest.mark.parametrize("run_length", [50, 1 << 19])
 @pytest.mark.parametrize(("memory", "parts"), [("1GB", 1), ("20KB", 16)])
 def test_the_first_of_equal_urls_stays_however_the_hashes_are_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str, parts: int, block: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str, parts: int, run_length: int
 ) -> None:
-    monkeypatch.setattr("tools.corpus.urls.BLOCK", block)
-    monkeypatch.setattr("tools.corpus.urls.READ", 7)
+    monkeypatch.setattr(external, "RUN", run_length)
+    monkeypatch.setattr(external, "BLOCK", 7)
     draw = random.Random(1)
     lines = [f"http://site{draw.randrange(900)}.com/page" for _ in range(3000)]
     write_list(tmp_path / "a.txt", lines[:2000])
@@ -117,6 +117,22 @@ def test_small_memory_means_more_parts() -> None:
     assert external.count_parts(1000, 80_000) == 1
     assert external.count_parts(1001, 80_000) == 2
     assert external.count_parts(10**9, 10**9) == 128
+
+
+def test_a_part_does_not_grow_with_what_is_often_repeated(tmp_path: Path) -> None:
+    same = [bytes(16)] * 1000
+    external.write_rows(tmp_path, "00000", 4, same)
+    assert (tmp_path / "00000.rows").stat().st_size == external.ROW.itemsize
+    for part in range(4):
+        external.find_repeats(tmp_path, part, ["00000"])
+    assert list(external.repeats_of(tmp_path, "00000", 0, 4)) == list(range(1, 1000))
+
+
+def test_hashes_are_equal_only_if_all_their_bits_are(tmp_path: Path) -> None:
+    pairs = np.array([[1, 2], [1, 3], [2, 2], [1, 2]], "<u8")
+    external.write_rows(tmp_path, "00000", 1, [pair.tobytes() for pair in pairs])
+    external.find_repeats(tmp_path, 0, ["00000"])
+    assert list(external.repeats_of(tmp_path, "00000", 0, 1)) == [3]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 64])
