@@ -251,7 +251,7 @@ class Events:
 def _checked(line: bytes, file: Path, number: int) -> Event:
     try:
         event: Event = json.loads(line)
-        types = {"time": (int, float)} | FIELDS.get(event["event"], {})
+        types: dict[str, Any] = {"time": (int, float), **FIELDS.get(event["event"], {})}
         if all(isinstance(event[name], kind) for name, kind in types.items()):
             return event
         reason = f"wrong value of one of {', '.join(types)}"
