@@ -151,6 +151,11 @@ def train_tokenizer_json(
     """tokenizer.json, and tokenizer_config.json, by which transformers loads the folder."""
     tokenizer = build_byte_pairs(paths, vocab_size, special_tokens)
     tokenizer.encode_special_tokens = True
+    if words := [t for t in special_tokens if tokenizer.token_to_id(t) in tokenizer.encode(t).ids]:
+        works = ("--special-tokens", *(f"[{t}]" if t in words else t for t in special_tokens))
+        raise UsageError(
+            "--special-tokens", " ".join(words), "tokens that no text is made of", works=works
+        )
     marks = {"eos_token": END_MARKS, "bos_token": BEGIN_MARKS, "pad_token": PAD_MARKS}
     config: dict[str, str] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for name, usual in marks.items():
