@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # Speed and its causes on one H100 or H200, by groups. A group takes at most 120 s, start included
-# (sizes 200, plan and 1.2b-8x1024 300, vit 480, on a CPU 1,800); contenders that are not done by then
+# (sizes and update 200, plan and 1.2b-8x1024 300, vit 480, on a CPU 1,800); contenders that are not done by then
 # are left out, and it says so.
 #
 #     bash benchmarks/gpu.sh                       # hardware 124m profile loss dropout
 #     bash benchmarks/gpu.sh speed                 # 124m 355m 1.2b llama: GPT-2 and a Llama of 1B
-#     bash benchmarks/gpu.sh 1.2b-8x1024 graph sizes plan offload modes hf ring
+#     bash benchmarks/gpu.sh 1.2b-8x1024 graph update sizes plan offload modes hf ring
 #     CIFAR10=cifar10_jpeg.tar.xz bash benchmarks/gpu.sh vit # 60 epochs on images by class: 480 s
 #     bash benchmarks/gpu.sh --device cpu --small  # in miniature, to try them
 #
 # profile is 124m again: milliseconds by kind of kernel, launches and host; 355m, 1.2b and llama have
-# these too. graph is 124m with and without a CUDA graph. plan has the times that tools/plan.py predicts of
+# these too. graph is 124m with and without a CUDA graph, update 124m and 1.2b with both kernels of
+# Adam. plan has the times that tools/plan.py predicts of
 # 124m, 355m and 1.2b beside those measured. A run leaves its page and figures in $OUT,
 # or in runs/gpu; gpu.md has all pages, gpu.json a row of each contender, to compare runs with. A run
 # that fails, or takes too long, says so in its page, and the others go on. The tree may be read-only
@@ -25,7 +26,7 @@ while (($#)); do
         --device) device=${2-} && shift ;;
         --small) small=yes ;;
         speed) groups+=(124m 355m 1.2b llama) ;;
-        hardware | 124m | 355m | 1.2b | 1.2b-8x1024 | llama | sizes | plan | profile | graph | loss | dropout | offload | modes | hf | ring | vit)
+        hardware | 124m | 355m | 1.2b | 1.2b-8x1024 | llama | sizes | plan | profile | graph | update | loss | dropout | offload | modes | hf | ring | vit)
             groups+=("$1") ;;
         *) echo "error: $1 is no group of this script; its first lines name them" >&2 && exit 2 ;;
     esac
@@ -124,6 +125,11 @@ profile() {
 graph() { # wanted: less idle time with it
     steps 124M_graph gpt2_124m 16 1 "${traces[@]}" --contenders "$ours" "$ours, no CUDA graph" "$plain"
 }
+update() { # wanted: less time of the optimizer, and less idle time, by the compiled one
+    local contenders=(--contenders "$ours" "$ours, compiled update")
+    steps 124M_update gpt2_124m 16 1 "${traces[@]}" "${contenders[@]}"
+    steps 1.2B_update gpt2_scaling_1.2b "$(fits 100000 16 8)" 1 "${traces[@]}" "${contenders[@]}"
+}
 plan() { # wanted: predicted / measured from 0.9 to 1.1, compiled or not
     local name samples
     name=$([[ $device = cpu ]] && echo cpu ||
@@ -175,7 +181,7 @@ vit() { # wanted: 82 % of the test images
 for group in "${groups[@]}"; do
     limit=120
     [[ $group = vit ]] && limit=480
-    [[ $group = sizes ]] && limit=200
+    [[ $group =~ ^(sizes|update)$ ]] && limit=200
     [[ $group =~ ^(plan|1.2b-8x1024)$ ]] && limit=300
     [[ $device = cpu ]] && limit=1800
     until=$(($(date +%s) + limit))

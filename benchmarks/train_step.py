@@ -42,6 +42,7 @@ VARIANTS = {  # name: flags
     "this project, full recomputation": "--recompute-granularity full",
     "this project, selective recomputation": "--recompute-granularity selective",
     "this project, no CUDA graph": "--no-cuda-graph",
+    "this project, compiled update": "--optimizer-impl compiled",
     "this project, not compiled": AS_WRITTEN,
     DROPOUT: DROPPED,
     f"{DROPOUT}, attention's by coordinates": f"{DROPPED} --attention-dropout-rng coordinates",

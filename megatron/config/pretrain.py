@@ -144,7 +144,7 @@ class PretrainConfig:
             raise UsageError(name, batch, allowed, "--micro-batch-size", works=works)
         if self.training.train_iters is not None:
             self._check_warmup()
-        if self.precision.pure_bf16:
+        if self.precision.pure_bf16 and self.optimizer.optimizer_impl == "apex":
             reason = "with {}: apex's moments are fp32"
             left_out(self.optimizer, "optimizer_impl", reason, "--pure-bf16")
         require_apex(

@@ -291,8 +291,9 @@ class OptimizerConfig:
     sgd_momentum: float = field(default=0.9, metadata={"resume": "state"})
     """Momentum of --optimizer sgd."""
 
-    optimizer_impl: Literal["torch", "apex"] = "torch"
-    """adamw: torch's own fused kernel, or NVIDIA apex's FusedAdam."""
+    optimizer_impl: Literal["torch", "apex", "compiled"] = "torch"
+    """adamw: torch's own fused kernel, NVIDIA apex's FusedAdam, or a kernel by torch.compile that
+    also rounds the weights (not yet run on a GPU)."""
 
     optimizer_cpu_offload: bool = False
     """Keep master weights and Adam's moments in host memory and update them there."""
@@ -302,7 +303,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_parts(self, custom=False)
-        no_cpu = "as apex has no Adam of a CPU"
+        no_cpu = "as the host's Adam is torch's"
         excludes(self, "optimizer_impl", "optimizer_cpu_offload", because=no_cpu)
         excludes(self, "optimizer", "optimizer_impl", because="which is an AdamW")
         if self.optimizer in ("sgd", "adagrad", "rmsprop", "muon", "adafactor"):

@@ -105,6 +105,7 @@ class FlatWeights:
     gradient: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
+    half: Tensor | None = None  # the rounded weights; --optimizer-impl compiled fills it
 
 
 class TorchAdam:
@@ -196,12 +197,15 @@ class MasterWeights:
         segments = []
         for number in numbers:
             part, moments = self.parts[number], self.moments[number]
-            tensors = part.masters, part.gradients, *moments
+            tensors = [part.masters, part.gradients, *moments]
+            if part.half is not None:
+                tensors.append(part.half)
             for local, spec in self.buckets[number].own_segments:
                 segments.append(FlatWeights(self._decay(spec), *(each[local] for each in tensors)))
         make: Any = TorchAdam
-        if self.config.optimizer_impl == "apex":  # imported only if it is asked for
-            make = resolve_name("megatron.optim.apex:ApexAdam")
+        if self.config.optimizer_impl != "torch":  # imported only if it is asked for
+            kind = self.config.optimizer_impl
+            make = resolve_name(f"megatron.optim.{kind}:{kind.capitalize()}Adam")
         return make(segments, self.config)
 
     def _named(self, numbers: Sequence[int]) -> Any:
@@ -232,6 +236,7 @@ class MasterWeights:
         # With offload, while one bucket is updated, gradients of the next and weights of the
         # previous ones are copied. None starts before clip_grad_norm has scaled the sums.
         arrivals = [part.start() for part in self.parts]
+        rounds = self.config.optimizer_impl == "compiled"
         if self.config.optimizer_cpu_offload:
             factor = factor.cpu()
         for optimizer, numbers in zip(self.optimizers, self.updated, strict=True):
@@ -240,7 +245,7 @@ class MasterWeights:
             optimizer.step(lr, factor)
             # Each rounds its masters and starts to gather weights; the last loop waits for all.
             for number in numbers:
-                self.buckets[number].start_publish()
+                self.buckets[number].start_publish(is_rounded=rounds)
         for bucket in self.buckets:
             bucket.end_publish()
 

@@ -303,20 +303,22 @@ class Bucket:
         return self.local
 
     @torch.no_grad()
-    def start_gather_weights(self) -> None:
+    def start_gather_weights(self, *, is_rounded: bool = False) -> None:
         """Round the masters into the own part of the weights, and start to gather all parts."""
         self.end_publish()  # of an aborted step: its gather reads these weights
         assert self.local is not None
         assert self.weights is not None
         own_weights = self.weights[self.part]
-        self.local.write(own_weights)
+        if not is_rounded:
+            self.local.write(own_weights)
         self.pending_weights = start_gather(own_weights, self.shared, out=self.weights)
 
-    def start_publish(self) -> None:
-        """After a change of the masters: start to bring the parameters of all ranks up to date."""
+    def start_publish(self, *, is_rounded: bool = False) -> None:
+        """After a change of the masters: start to bring the parameters of all ranks up to date.
+        is_rounded: the optimizer has filled `local.half`."""
         assert self.local is not None
         self.local.round()
-        self.start_gather_weights()
+        self.start_gather_weights(is_rounded=is_rounded)
 
     def end_publish(self) -> None:
         if self.pending_weights is not None:
@@ -360,8 +362,11 @@ class LocalShard:
     """A rank's part of a bucket, as an optimizer updates it.
 
     gradients: to read. masters: weights in the gradients' dtype, or a view of the bucket's weights
-    if these have that dtype and last. See HostShard for a part that is on the host.
+    if these have that dtype and last. half: else these, if they last. See HostShard for a part that
+    is on the host.
     """
+
+    half: Tensor | None = None
 
     def __init__(self, bucket: Bucket) -> None:
         assert bucket.weights is not None
@@ -369,6 +374,7 @@ class LocalShard:
         self.masters = bucket.weights[bucket.part]
         self.is_view = bucket.keeps_weights and bucket.weight_dtype == bucket.dtype
         if not self.is_view:
+            self.half = self.masters if bucket.keeps_weights else None
             self.masters = self.masters.to(bucket.dtype, copy=True)
 
     def zeros(self) -> Tensor:

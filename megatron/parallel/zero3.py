@@ -68,7 +68,7 @@ class GatheredBucket(ShardedBucket):
         self.release()
         return local
 
-    def start_gather_weights(self) -> None:
+    def start_gather_weights(self, *, is_rounded: bool = False) -> None:
         if self.weights is None and self.local is not None:
             self.weights = torch.empty(self.size, dtype=self.weight_dtype, device=self.device)
             super().start_gather_weights()
@@ -96,7 +96,7 @@ class GatheredBucket(ShardedBucket):
             shape = view.parameter.shape
             view.parameter.data = absent(shape, self.weight_dtype, self.device)
 
-    def start_publish(self) -> None:
+    def start_publish(self, *, is_rounded: bool = False) -> None:
         """After a change of the masters: weights are gathered when a layer uses them."""
         if self.local is not None:
             self.local.round()

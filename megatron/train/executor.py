@@ -233,6 +233,22 @@ def on_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
     return batch.with_arrays(**arrays)
 
 
+def start_to_host(x: Tensor) -> Callable[[], list[float]]:
+    """Start to copy a vector to the host. Returns a function that waits for it, and not for what
+    is queued later, and returns its numbers."""
+    if not x.is_cuda:
+        return x.tolist
+    host, done = torch.empty_like(x, device="cpu", pin_memory=True), torch.cuda.Event()
+    host.copy_(x, non_blocking=True)
+    done.record()
+
+    def read() -> list[float]:
+        done.synchronize()
+        return host.tolist()
+
+    return read
+
+
 def to_device(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
     """Copies on the device; to a GPU from pinned memory, so that the host does not wait."""
     tensors = map(torch.from_numpy, arrays)

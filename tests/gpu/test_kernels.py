@@ -1,7 +1,8 @@
 """Kernels that a GPU alone has, beside fp64 on the CPU."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megatron.config.training import OptimizerConfig
 from megatron.optim.adam import FlatWeights, TorchAdam
+from megatron.optim.compiled import CompiledAdam
 from megatron.parallel import kernels
 from megatron.parallel.dropout import fold, head_keys, kept_mask, layer_key, row_keys
 from megatron.parallel.fused_softmax import fused_softmax
@@ -132,18 +134,22 @@ def test_the_softmax_of_the_loss_is_fused(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_list_of_weights_is_updated_by_one_call(device: torch.device, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("make", [TorchAdam, CompiledAdam])
+def test_a_list_of_weights_is_updated(
+    device: torch.device, dtype: torch.dtype, make: Callable[..., Any]
+) -> None:
     config, sizes = OptimizerConfig(), (64, 640, 6400)
     segments = [
-        FlatWeights(decay, *(random(size).to(device, dtype) for _ in range(2)), *moments)
+        FlatWeights(decay, *(random(size).to(device, dtype) for _ in range(2)), *moments, half)
         for decay, size in zip((0.1, 0.1, 0.0), sizes, strict=True)
         for moments in [[torch.zeros(size, dtype=dtype, device=device) for _ in range(2)]]
+        for half in [torch.zeros(size, dtype=torch.bfloat16, device=device)]
     ]
     plain = [random(size).requires_grad_() for size in sizes]
     groups = [{"params": plain[:2], "weight_decay": 0.1}, {"params": plain[2:], "weight_decay": 0}]
     betas = config.adam_beta1, config.adam_beta2
     theirs = torch.optim.AdamW(groups, lr=1e-2, betas=betas, eps=config.adam_eps)
-    adam = TorchAdam(segments, config)
+    adam = make(segments, config)
     for step in range(3):
         for segment, each in zip(segments, plain, strict=True):
             segment.gradient.copy_(gradient := random(len(each), seed=step))
@@ -153,6 +159,8 @@ def test_a_list_of_weights_is_updated_by_one_call(device: torch.device, dtype: t
         theirs.step()
     for segment, each in zip(segments, plain, strict=True):
         assert error(segment.weight, each.detach()) < 100 * torch.finfo(dtype).eps
+        if make is CompiledAdam:
+            assert torch.equal(segment.half, segment.weight.bfloat16())
 
 
 def test_masks_of_dropout_are_those_of_a_cpu(device: torch.device) -> None:

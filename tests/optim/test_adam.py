@@ -11,12 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim.adam import adam
 
 from megatron.checkpoint.format import read_checkpoint
 from megatron.config.pretrain import require_apex
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.errors import UsageError
+from megatron.optim import compiled
+from megatron.optim.adam import FlatWeights, LossScaler, TorchAdam
+from megatron.optim.compiled import CompiledAdam
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.executor import on_device
 from megatron.train.state import TrainState
@@ -35,6 +39,7 @@ from tests.tiny import (
     tiny_model,
     tiny_state,
     tiny_weights,
+    whole_slices,
     whole_weights,
 )
 
@@ -233,6 +238,78 @@ def test_apex_trains_and_resumes_as_torch(
         # The gradient of a key's bias is rounding alone, which Adam makes steps of.
         if not each.key.endswith("qkv.bias"):
             assert_relative(each.local, wanted[each.key], 1e-4, each.key)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_compiled_update_is_torch_s(
+    dtype: torch.dtype, decoupled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To rounding; a factor of 0 changes nothing and is not counted, and one function is for all
+    lengths. Traced alone: tests/gpu has Inductor, which takes long."""
+    graphs = CompileCounterWithBackend("aot_eager")
+    traced = torch.compile(compiled.update, backend=graphs, fullgraph=True)
+    monkeypatch.setattr(compiled, "compiled_update", lambda: traced)
+    config, sizes = OptimizerConfig(decoupled_weight_decay=decoupled), (640, 6400, 128, 1280)
+    both = []
+    for make in (TorchAdam, CompiledAdam):
+        generator = torch.Generator().manual_seed(1)
+        segments = [
+            FlatWeights(
+                decay,
+                torch.randn(size, generator=generator).to(dtype),
+                *(torch.zeros(size, dtype=dtype) for _ in range(3)),
+                torch.full((size,), torch.nan, dtype=torch.bfloat16),
+            )
+            for size, decay in zip(sizes, (0.1, 0.1, 0.0, 0.0), strict=True)
+        ]
+        adam, found = make(segments, config), []
+        for factor in (0.5, 1.0, 0.0, 0.25):
+            before = [each.weight.clone() for each in segments]
+            for each in segments:
+                each.gradient.copy_(torch.randn(each.weight.shape, generator=generator))
+                if not factor:
+                    each.gradient.fill_(torch.inf)
+            adam.step(1e-2, torch.tensor(factor, dtype=torch.float64))
+            weights = [each.weight.clone() for each in segments]
+            assert factor or all(map(torch.equal, weights, before))
+            found += weights
+        both.append(found)
+    assert graphs.frame_count == 1
+    assert all(torch.equal(each.half, each.weight.bfloat16()) for each in segments)
+    for ours, theirs in zip(*both, strict=True):
+        # Torch's kernel for bf16 on a CPU rounds more often than ours.
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(ours, theirs, rtol=4 * eps, atol=eps)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_the_compiled_update_rounds_the_weights(stage: int) -> None:
+    """In ZeRO stage 3 they are gathered later; a step that is skipped changes nothing."""
+    masters, compile_update = [], compiled.compiled_update
+    compiled.compiled_update = lambda: compiled.update
+    for kind in ("torch", "compiled"):
+        config = OptimizerConfig(optimizer_impl=kind, clip_grad=0.5)
+        mesh = mesh_of_ranks("data=2")
+        state = tiny_state(mesh, optimizer=config, dtype=torch.float16, zero_stage=stage)
+        state.scaler = LossScaler(2.0**20, most_skips=2)
+        results = []
+        for number in range(3):
+            batch = micro_batches(samples(4, first=4 * number), mesh, 2)
+            results.append(train_step(state, batch, 1e-3))
+            state.scaler.scale = 2.0**10
+        assert [each.skipped for each in results] == [True, False, False]
+        masters.append({each.key: each.local for each in state.optimizer.masters()})
+        if stage < 2:
+            weights = whole_weights(state.model)
+            for name, each in whole_slices(state.optimizer.masters()).items():
+                assert torch.equal(weights[name], each.half()), name
+    compiled.compiled_update = compile_update
+    for name, each in masters[0].items():
+        # The gradient of a key's bias is rounding alone, which Adam makes steps of.
+        if not name.endswith("qkv.bias"):
+            torch.testing.assert_close(masters[1][name], each, rtol=1e-4, atol=1e-4)
 
 
 FILES = ("apex/optimizers/fused_adam.py", "apex/normalization/fused_layer_norm.py")
