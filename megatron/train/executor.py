@@ -255,18 +255,3 @@ def to_device(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
     if device.type == "cuda":
         return [each.pin_memory().to(device, non_blocking=True) for each in tensors]
     return [each.to(device) for each in tensors]
-
-
-def start_to_host(x: Tensor) -> Callable[[], list[float]]:
-    """Starts to copy x [n] to the host. Returns a function that waits for the copy, but not for
-    kernels that are queued after it, and returns the numbers."""
-    if not x.is_cuda:
-        return x.tolist
-    copy, is_done = x.to("cpu", non_blocking=True), torch.cuda.Event()  # torch pins its memory
-    is_done.record()
-
-    def read() -> list[float]:
-        is_done.synchronize()
-        return copy.tolist()
-
-    return read
