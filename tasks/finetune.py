@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from megatron.checkpoint.format import Checkpoint, step_folders
 from megatron.checkpoint.retention import claim, remove
 from megatron.checkpoint.save import save_checkpoint
+from megatron.config.launch import SIGNALS, StopSignals
 from megatron.config.model import FinetunedConfig, Head, ModelConfig
 from megatron.config.parse import user_errors
 from megatron.config.training import OptimizerConfig, PrecisionConfig, TrainingConfig
@@ -47,7 +48,6 @@ from megatron.train.loop import Loop, train
 from megatron.train.machine import choose_precision, environment
 from megatron.train.metrics import Metrics
 from megatron.train.monitors import usual
-from megatron.train.signals import SIGNALS, StopSignals
 from megatron.train.state import DTYPES, TrainState, build_state
 from megatron.train.step import StepResult
 from tasks.job import RESULT, FinetuneJob

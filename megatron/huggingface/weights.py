@@ -26,7 +26,7 @@ from megatron.huggingface.layers import ORIGINAL_LAYOUT, ParallelizedModule, Wei
 from megatron.huggingface.replacements import unmodified
 from megatron.models.hf_folder import fetch, has_weights, open_files
 from megatron.parallel.compare import listed
-from megatron.parallel.random import derive_seed
+from megatron.parallel.initialize import derive_seed
 from megatron.parallel.sharding import ShardingSpec
 
 FLOATS = ("F64", "F32", "BF16", "F16")  # names in safetensors

@@ -21,8 +21,8 @@ from megatron.models.cache import KeyValueCache
 from megatron.models.gpt import Decoder
 from megatron.parallel.bucket import require_whole
 from megatron.parallel.collectives import gather_from, start_broadcast
+from megatron.parallel.initialize import derive_seed
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.random import derive_seed
 from megatron.train.evaluate import most_probable
 from megatron.train.inputs import shard
 

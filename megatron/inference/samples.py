@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.config.launch import SIGNALS, Stopped
 from megatron.data.gpt2 import GPT2Batch
 from megatron.errors import UsageError
 from megatron.inference.generate import Sampling, draw
@@ -28,11 +29,10 @@ from megatron.models.registry import find_kind
 from megatron.parallel.bucket import gathered
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.context import gather_tokens, local_tokens
-from megatron.parallel.random import derive_seed
+from megatron.parallel.initialize import derive_seed
 from megatron.train.callbacks import Callback
 from megatron.train.executor import Executor
 from megatron.train.inputs import Inputs
-from megatron.train.signals import SIGNALS, Stopped
 from megatron.train.state import TrainState
 from megatron.train.step import StepResult
 from megatron.train.watch import note

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel.collectives import own_rows
+from megatron.parallel.initialize import derive_seed
 from megatron.parallel.mesh import ALONE, Axis
-from megatron.parallel.random import derive_seed
 
 STEPS = 2**16  # probabilities are multiples of 1 / STEPS
 CHUNK = 2**18  # pairs of columns that are mixed at a time, so that they stay in a CPU's cache

@@ -1,4 +1,4 @@
-"""Memory and initial values of a model that is built on meta.
+"""Seeds, and memory and initial values of a model that is built on meta.
 
 Every rank draws each whole parameter from (seed, name) and keeps its shard, so that the model is
 the same at every layout.
@@ -6,13 +6,29 @@ the same at every layout.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from megatron.parallel import sharding
-from megatron.parallel.random import derive_seed
+from megatron.parallel.mesh import Mesh
+
+
+def derive_seed(*key: int | str) -> int:
+    """A 63-bit seed that depends only on the key, and not on the machine."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_kernels(seed: int, mesh: Mesh, step: int, micro_batch: int, *stage: int) -> None:
+    """Seed the default generators, from which attention's kernel draws its dropout. A resumed run
+    draws the same as an undisturbed one at the same layout. Ranks draw for their own heads.
+
+    stage: the virtual pipeline stage, if this rank has several."""
+    where = (axis.rank for axis in mesh.axes)
+    torch.manual_seed(derive_seed(seed, "kernels", step, micro_batch, *where, *stage))
 
 
 def initial_value(name: str, spec: sharding.ShardingSpec, seed: int) -> Tensor:

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from megatron.parallel.agree import on_all_ranks
 from megatron.parallel.collectives import all_reduce
+from megatron.parallel.initialize import derive_seed
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.partition import partition_uniform
-from megatron.parallel.random import derive_seed
 from megatron.parallel.schedules import KINDS, PipelinePlan
 from megatron.parallel.sharding import ShardedModule, Tied
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megatron.config.launch import SIGNALS, StopSignals
 from megatron.config.parts import PARTS, misfit
 from megatron.data.batch import Batch
 from megatron.errors import UsageError
-from megatron.train.signals import SIGNALS, StopSignals
 
 if TYPE_CHECKING:
     from megatron.train.state import TrainState

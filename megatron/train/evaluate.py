@@ -17,6 +17,7 @@ from torch.distributed import ReduceOp
 
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load_checkpoint, model_slices, newest_whole
+from megatron.config.launch import Stopped
 from megatron.data.batch import Samples
 from megatron.data.files import DataError
 from megatron.data.gpt2 import GPT2Batch
@@ -31,7 +32,6 @@ from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.train.executor import Executor, on_device, to_device
 from megatron.train.objectives import Objective
-from megatron.train.signals import Stopped
 from megatron.train.state import TrainState
 
 GROUP = 8  # micro-batches read at a time, per pipeline stage
@@ -87,7 +87,7 @@ def mean_losses(
 
     Except for rounding, the micro-batch size and the layout do not matter. objective: that of
     TrainState. pipeline: the plan that the model's stages follow. wants_stop: called before each
-    group of micro-batches; all ranks pass one, or none does. Raises megatron.train.signals.Stopped
+    group of micro-batches; all ranks pass one, or none does. Raises megatron.config.launch.Stopped
     on all ranks if it returns True on one.
     """
     was_training = model.training

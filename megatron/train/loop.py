@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.checkpoint.save import Saver
+from megatron.config.launch import SIGNALS, Stopped, StopSignals
 from megatron.config.training import TrainingConfig
 from megatron.data.batch import Batch
 from megatron.train.callbacks import Clock, Training, call, reported
 from megatron.train.evaluate import in_words
 from megatron.train.metrics import Metrics
 from megatron.train.replicas import check_replicas
-from megatron.train.signals import SIGNALS, Stopped, StopSignals
 from megatron.train.state import TrainState
 from megatron.train.step import StepResult, train_step
 from megatron.train.watch import note

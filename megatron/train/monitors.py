@@ -264,8 +264,8 @@ class MemorySaves(Callback):
         self.is_on_disk = not self.config.checkpoint.async_save  # else a kill may lose it
 
     def pre_step(self, batches: Sequence[Batch]) -> None:
+        from megatron.config.launch import Stopped
         from megatron.train.replicas import check_replicas
-        from megatron.train.signals import Stopped
         from megatron.train.watch import note
 
         done, self.batches = self.batches, batches

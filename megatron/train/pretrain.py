@@ -20,7 +20,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.resume import Start, data_fingerprint, find_start, run_id
-from megatron.config.launch import world_size
+from megatron.config.launch import SIGNALS, StopSignals, world_size
 from megatron.config.parse import parse, user_errors
 from megatron.config.parts import PARTS
 from megatron.config.pretrain import PretrainConfig, epochs_of
@@ -31,7 +31,6 @@ from megatron.train.inputs import Inputs, open_inputs, prefetch
 from megatron.train.loggers import open_loggers
 from megatron.train.metrics import Metrics
 from megatron.train.monitors import MemorySaves, open_callbacks, usual
-from megatron.train.signals import SIGNALS, StopSignals
 from megatron.train.trained import SavedRun, changes_on_resume, files_beside, find_origin
 
 if TYPE_CHECKING:

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from megatron.config.launch import Stopped
 from megatron.data.batch import Batch
 from megatron.parallel.agree import AgreedError
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.compare import listed
 from megatron.parallel.mesh import Axis, Mesh
-from megatron.train.signals import Stopped
 from megatron.train.state import TrainState
 
 # Elements hashed at a time: at 8 bytes each they fit into a CPU's cache, or fill a GPU.

@@ -29,8 +29,8 @@ from megatron.data.batch import Batch
 from megatron.data.files import DataError
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import local_tokens
+from megatron.parallel.initialize import seed_kernels
 from megatron.parallel.kernels import rounded_sqrt
-from megatron.parallel.random import seed_kernels
 from megatron.parallel.schedules import Action
 from megatron.train.diagnose import non_finite
 from megatron.train.evaluate import Outputs, gather_outputs, require_outputs

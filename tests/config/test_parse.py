@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.checkpoint import TrainedConfig
-from megatron.config.launch import world_size
+from megatron.config.launch import SIGNALS, StopSignals, world_size
 from megatron.config.parse import (
     PRESETS,
     find_preset,
@@ -36,7 +36,6 @@ from megatron.config.pretrain import (
 )
 from megatron.errors import CommandLineError, UsageError
 from megatron.models.registry import take_kind
-from megatron.train.signals import SIGNALS, StopSignals
 from tests.refusals import refusal
 
 MODEL = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=4"]

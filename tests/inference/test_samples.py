@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config.launch import Stopped
 from megatron.errors import UsageError
 from megatron.inference.generate import Sampling, generate
 from megatron.inference.samples import TextSamples, continue_texts
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.signals import Stopped
 from megatron.train.state import TrainState
 from tests.dist import Pool, on_ranks
 from tests.refusals import refusal

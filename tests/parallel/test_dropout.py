@@ -20,9 +20,9 @@ from megatron.parallel.dropout import (
     layer_key,
     row_keys,
 )
+from megatron.parallel.initialize import derive_seed
 from megatron.parallel.layers import AttentionCore
 from megatron.parallel.mesh import Axis
-from megatron.parallel.random import derive_seed
 from tests.dist import Pool
 from tests.refusals import refusal
 from tests.tiny import mesh_of_ranks

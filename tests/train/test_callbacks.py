@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.api import Callback
+from megatron.config.launch import StopSignals
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.batch import Batch
@@ -24,7 +25,6 @@ from megatron.train.callbacks import HOOKS, Clock, Training, open_callback
 from megatron.train.loop import train
 from megatron.train.metrics import Metrics
 from megatron.train.monitors import usual
-from megatron.train.signals import StopSignals
 from megatron.train.step import StepResult
 from tests.dist import Pool, on_ranks
 from tests.programs import pretrain

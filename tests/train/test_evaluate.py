@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.config.launch import Stopped
 from megatron.models.registry import config_of
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import mean_losses, validate, whole_logits
-from megatron.train.signals import Stopped
 from tests.bert import bert_config, bert_samples
 from tests.dist import Pool
 from tests.parallel.test_mesh import rank_of

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config.launch import Stopped, StopSignals
 from megatron.config.training import PrecisionConfig, TrainingConfig
 from megatron.parallel.mesh import Mesh
 from megatron.train import loop as loop_module
@@ -15,7 +16,6 @@ from megatron.train.inputs import prefetch
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import Metrics
 from megatron.train.monitors import usual
-from megatron.train.signals import Stopped, StopSignals
 from tests.dist import Pool
 from tests.programs import finished
 from tests.tiny import mesh_of_ranks, tiny_state

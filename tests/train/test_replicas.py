@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.config.launch import Stopped
 from megatron.data.gpt2 import GPT2Batch
 from megatron.train.replicas import ReplicaDrift, check_replicas, digest
-from megatron.train.signals import Stopped
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.dist import Pool, on_ranks
