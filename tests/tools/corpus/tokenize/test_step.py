@@ -117,9 +117,9 @@ def outputs(prefix: str) -> dict[str, bytes]:
     return {name.removeprefix(prefix): x for name, x in every if name.startswith(f"{prefix}_")}
 
 
-def test_a_sample_is_of_the_whole_input() -> None:
-    write_lines("a.jsonl", [f"{number:04}" for number in range(1000)])
-    units = files.cut([Path("a.jsonl")], 40)
+def test_a_sample_is_of_the_whole_input(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines([f"{number:04}" for number in range(1000)]))
+    units = files.cut([tmp_path / "a.jsonl"], 40)
     assert len(units) > 3 * SAMPLE_UNITS
     found = sorted(map(int, sample_texts(units, "text")))
     assert (found[0] < 50, found[-1] > 950) == (True, True)
