@@ -240,6 +240,7 @@ def test_what_works_is_near_what_was_given() -> None:
         (f"{STAGES} 2 {VIRTUAL} 2 --num-layers 4 {SCHEDULE} gpipe", 2, f"{SCHEDULE} interleaved"),
         (f"{STAGES} 2 --num-layers 12 {EACH} 4", 2, f"{EACH} 3"),
         (f"{SQUARE} --ffn-hidden-size 7", 4, "--ffn-hidden-size 8"),
+        ("--num-attention-heads 3", 1, "--num-attention-heads 4"),  # and not 2
         ("--seq-length 2000", 1, "--seq-length 1024"),
         (f"{CONTEXT} 2 {RING} --seq-length 254", 2, "--seq-length 256"),
     ):
