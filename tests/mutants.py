@@ -445,11 +445,11 @@ skipped-step-decays | train/test_step::test_skipped_step
 +             each.weight.data.mul_(1 - lr * each.decay)
 +     state.step += 1
 update-by-a-loss-that-is-not-finite | train/test_step::test_all_ranks_skip
-- is_good = counts[1:].all() & (bad_losses == 0)
+- is_good = counts[1:].all() & (bad == 0)
 + is_good = counts[1:].all()
 update-without-a-token | train/test_step::test_a_batch_without
-- is_good = counts[1:].all() & (bad_losses == 0)
-+ is_good = bad_losses == 0
+- is_good = counts[1:].all() & (bad == 0)
++ is_good = bad == 0
 tokens-counted-by-samples | train/test_step::test_the_loss_is
 - units = each.num_tokens if is_counted
 + units = each.num_samples if is_counted

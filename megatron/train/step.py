@@ -97,15 +97,15 @@ def train_step(
     reduced = all_reduce(torch.cat([totals, vote]), mesh.loss_sums)
     is_bad = ~reduced[:k].isfinite().all()
     verdict = torch.stack([state.gradients.squares(), reduced[k], is_bad])
-    squares, votes, bad_losses = all_reduce(verdict, mesh.model_parallel).unbind()
+    squares, votes_for, bad = all_reduce(verdict, mesh.model_parallel).unbind()
     # By a tensor, as a GPU multiplies by the rounded inverse of a number.
     norm = rounded_sqrt(squares) / torch.full_like(squares, scaler.scale)
     # [tokens, k denominators, k sums, norm, votes, bad losses]; both sums are over the stages, so a
     # vote counts once for each of them.
-    agreed = torch.cat([counts, reduced[:k], torch.stack([norm, votes, bad_losses])])
+    agreed = torch.cat([counts, reduced[:k], torch.stack([norm, votes_for, bad])])
     read = start_to_host(agreed)
     state.mark("optimizer")
-    is_good = counts[1:].all() & (bad_losses == 0)
+    is_good = counts[1:].all() & (bad == 0)
     state.optimizer.step(lr, 1.0 / scaler.scale, norm.where(is_good, nan))
     state.mark("")
     tokens, *numbers = read()
