@@ -173,7 +173,7 @@ FREE = """
 
 
 def started(words: list[str]) -> None:
-    config = parse(PretrainGPT2Config, [*WORDS.split(), *words], {})
+    config = parse(PretrainGPT2Config, [*WORDS.split(), "--load=here", *words], {})
     check_start(config, PATH, manifest(), identity=IDENTITY, finetune=False)
 
 
@@ -190,7 +190,11 @@ def test_data_that_may_not_change_are_refused() -> None:
     for given, flag, works in (
         *(({"identity": other}, "--data-path", OVERRIDE) for other in OTHER_DATA),
         ({"identity": {"vocab_size": 90}}, "--data-path", ()),
-        ({"identity": {"vocab_size": 90}, "override_data": True}, "--data-path", ()),
+        (
+            {"identity": {"vocab_size": 90}, "load": "here", "override_data": True},
+            "--data-path",
+            (),
+        ),
         ({"identity": {"tokenizer": "g"}, "finetune": True}, "--data-path", OVERRIDE),
         (MOCK | {"identity": MOCK_DATA}, "--mock-data", ("--mock-data", *OVERRIDE)),
         (MOCK | {"identity": {"data": [], "vocab_size": 90}}, "--mock-data", ("--no-mock-data",)),
@@ -199,7 +203,7 @@ def test_data_that_may_not_change_are_refused() -> None:
         error = refusal(partial(check, **given), field=flag)
         assert set(error.works) == set(works)
         if works == OVERRIDE:
-            check(**given, override_data=True)
+            check(**given, load="here", override_data=True)
 
 
 def test_samples_of_files_are_compared() -> None:
@@ -208,7 +212,7 @@ def test_samples_of_files_are_compared() -> None:
     saved, other = (IDENTITY | {"data": [first, f"{second}; sample {each}"]} for each in "xy")
     check_start(settings(), PATH, manifest(), identity=saved)
     check_start(settings(), PATH, manifest() | saved, identity=saved)
-    check_start(settings(override_data=True), PATH, manifest() | saved, identity=other)
+    check_start(settings(load="here", override_data=True), PATH, manifest() | saved, identity=other)
     assert refused_start(settings(), manifest() | saved, **other) == ("--data-path", OVERRIDE)
 
 
@@ -285,7 +289,7 @@ def test_resume_of_an_imported_run() -> None:
     assert refused_start(settings(bf16=True), imported)[0] == "--bf16"
     assert refused_start(settings(), imported, tokenizer="g")[0] == "--data-path"
     assert refused_start(settings(shuffle=False), imported)[1] == ("--shuffle",)
-    free = settings(shuffle=False, override_data=True)
+    free = settings(shuffle=False, load="here", override_data=True)
     check_start(free, PATH, imported, identity=IDENTITY)
     facts = {"config": asdict(settings()), **IDENTITY}
     assert [line.split()[1] for line in changes(facts, imported, 2)] == ["--lr"]
