@@ -248,7 +248,6 @@ def parse(
                 saved_words += _arguments(key, value)
         first = saved_words + first
     _refuse_values(first + words, types)
-    _refuse_repeats(words, types)
     description = description or sys.modules["__main__"].__doc__ or ""
     text = textwrap.dedent(description).strip()
     text += f"\n\n{_PRESET_HELP}" * ("preset" not in types)
@@ -312,20 +311,6 @@ def _refuse_values(words: Sequence[str], types: Mapping[str, Any]) -> None:
             digits = re.fullmatch(r"[+-]?0*(\d{19,})", each.replace("_", ""))
             if int in kinds and digits and (len(digits[1]) > 19 or int(digits[1]) >= 2**63):
                 raise UsageError(name, each[:40], "an integer below 2^63")
-
-
-def _refuse_repeats(words: Sequence[str], types: Mapping[str, Any]) -> None:
-    """Raise UsageError for a flag of several values that is given twice: only the last would count,
-    as it does for a flag of one value, which so overrides that of a script."""
-    given: dict[str, list[str]] = {}
-    for word, *values in by_flag(words):
-        name, equals, value = word.partition("=")
-        values, field = [*[value] * bool(equals), *values], field_of(name)
-        if ... in types_within(types.get(field)):
-            if field in given:
-                works = (name, *given[field], *values)
-                raise UsageError(name, None, "given once, with all its values", works=works)
-            given[field] = values
 
 
 def _check_types(words: Sequence[str], types: Mapping[str, Any]) -> None:
@@ -422,7 +407,6 @@ def parse_call(
     given = functions.get(next(iter(argv), "")) if isinstance(functions, Mapping) else functions
     types = get_type_hints(given) if given else {}
     _refuse_values(argv, types)
-    _refuse_repeats(argv, types)
     try:
         return _run_tyro(call, argv, environ, names, None, [*about, examples])
     except CommandLineError:

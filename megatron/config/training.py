@@ -226,11 +226,6 @@ class ImageDataConfig(DataConfig):
             raise UsageError("--data-path", " ".join(self.data_path), "one folder or packed file")
 
 
-ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
-OF_ADAM = {"sgd": (), "adagrad": ADAM[2:], "rmsprop": ADAM[1:], "adafactor": ()}
-"""The settings of Adam that another optimizer has; one that is not listed may have all."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     resume: ClassVar[str] = "free"
@@ -312,9 +307,6 @@ class OptimizerConfig:
             left_out(self, "decoupled_weight_decay", reason, "--optimizer")
         if self.optimizer != "sgd":
             left_out(self, "sgd_momentum", "without {} sgd", "--optimizer")
-        for name in ADAM:
-            if name not in OF_ADAM.get(self.optimizer, ADAM):
-                left_out(self, name, f"with {{}} {self.optimizer}, which has none", "--optimizer")
         if self.lr_decay_style != "wsd":
             left_out(self, "lr_wsd_decay_iters", "without {} wsd", "--lr-decay-style")
         excludes(self, "lr_warmup_fraction", "lr_warmup_iters")

@@ -72,8 +72,6 @@ LAST = """
 --num-layer 3 | --batch-size 4 | --n-layer 3 | --lr-decay-style cos
 --override-data | --save a --override-data | --split x | --split= | --split 1,2
 --split nan,1,0 | --split 1,-1,0 | --split 0,0,0 | --split 1/0,1,1
---optimizer sgd --adam-beta1 0.5 | --optimizer rmsprop --adam-beta1 0.5
---optimizer adafactor --adam-eps 1e-6 | --optimizer adagrad --adam-beta2 0.5
 --save a --save-interval 0 | --save-interval -5 | --async-save | --keep-checkpoints 1
 --save a --load a --memory-checkpoint-interval 0 | --load a --memory-checkpoint-interval 0
 --save a --memory-checkpoint-interval 5
@@ -95,7 +93,6 @@ LAST = """
 """
 # The same, of one kind of model.
 LAST_OF_GPT2 = """
---data-path a --data-path b
 --begin-token [BOT] | --end-token [EOT] | --json-key body | --too-long refuse | --cache-tokens
 --dataset-name x | --dataset-split test | --pad --dataset-name x --data-path y | --pad --mock-data
 --eod-mask-loss --mock-data | --pad --eod-mask-loss | --pad --reset-position-ids

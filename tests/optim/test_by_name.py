@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megatron.checkpoint.format import read_checkpoint
-from megatron.config.training import ADAM, OF_ADAM, OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.errors import UsageError
 from megatron.optim.adam import MasterWeights
 from megatron.optim.by_name import find_optimizer
@@ -98,8 +98,7 @@ class Plain(Optimizer):
 
 def config_of(name: str) -> OptimizerConfig:
     given = {"sgd_momentum": 0.7} if name == "sgd" else {}
-    adam = {"adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "adam_eps": EPSILON}
-    given |= {key: adam[key] for key in OF_ADAM.get(name, ADAM)}
+    given |= {"adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "adam_eps": EPSILON}
     decay = {"weight_decay": DECAY, "decay_biases_and_norms": True}
     return OptimizerConfig(optimizer=name, clip_grad=0.5, **decay, **given)
 
