@@ -9,7 +9,7 @@ gradients: if that is narrow, too (--pure-bf16), there are no masters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
@@ -219,13 +219,21 @@ class MasterWeights:
         return NamedOptimizer(shards, self._decay, self.gradients.mesh, self.config)
 
     @torch.no_grad()
-    def step(self, lr: float, unscale: float = 1.0, norm: float | Tensor = 0.0) -> None:
+    def step(
+        self,
+        lr: float,
+        unscale: float = 1.0,
+        norm: float | Tensor = 0.0,
+        is_sound: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Clip by the global norm and update; by torch's Adam the host does not wait for the norm.
 
         unscale: scalar that turns the buckets' sums into gradients of the mean loss.
         norm: of all the model's gradients x `unscale`, or an fp64 scalar of it on their device; 0,
             the default, clips nothing, as after clip_grad_norm. With one that is not finite the
-            step changes nothing.
+            step changes no master and no moment.
+        is_sound: called when the update is queued. If it returns False, as for such a norm, weights
+            stay as they are, so that a diagnosis sees one that is not its rounded master.
         """
         self.gradients.name_unreached()
         limit, device = self.config.clip_grad, self.gradients.mesh.device
@@ -244,7 +252,7 @@ class MasterWeights:
                 arrivals[number]()
             optimizer.step(lr, factor)
             # Each rounds its masters and starts to gather weights; the last loop waits for all.
-            for number in numbers:
+            for number in numbers if is_sound() else ():
                 self.buckets[number].start_publish(is_rounded=rounds)
         for bucket in self.buckets:
             bucket.end_publish()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import isfinite, nan
 
 import numpy as np
@@ -100,16 +100,17 @@ def train_step(
     squares, votes_for, bad = all_reduce(verdict, mesh.model_parallel).unbind()
     # By a tensor, as a GPU multiplies by the rounded inverse of a number.
     norm = rounded_sqrt(squares) / torch.full_like(squares, scaler.scale)
-    # [tokens, k denominators, k sums, norm, votes, bad losses]; both sums are over the stages, so a
-    # vote counts once for each of them.
-    agreed = torch.cat([counts, reduced[:k], torch.stack([norm, votes_for, bad])])
-    read = start_to_host(agreed)
+    checked = norm.where(counts[1:].all() & (bad == 0), nan)
+    # [tokens, k denominators, k sums, ...]; both sums are over the stages, so a vote counts once for
+    # each of them.
+    last = [norm, votes_for, bad, checked]
+    read = cache(start_to_host(torch.cat([counts, reduced[:k], torch.stack(last)])))
     state.mark("optimizer")
-    is_good = counts[1:].all() & (bad == 0)
-    state.optimizer.step(lr, 1.0 / scaler.scale, norm.where(is_good, nan))
+    # The update is queued before the host waits for the copy, which precedes it.
+    state.optimizer.step(lr, 1.0 / scaler.scale, checked, lambda: isfinite(read()[-1]))
     state.mark("")
     tokens, *numbers = read()
-    denominators, sums, (grad_norm, votes, bad_losses) = numbers[:k], numbers[k:-3], numbers[-3:]
+    denominators, sums, (grad_norm, votes, bad_losses, _) = numbers[:k], numbers[k:-4], numbers[-4:]
     means = {}
     for term, total, number in zip(state.objective.terms, sums, denominators, strict=True):
         if not number:

@@ -142,7 +142,7 @@ def test_a_graph_repeats_a_step(
         if device.type == "cuda":
             compile_for(state)
         found.append(numbers := [])
-        for number, size in enumerate([4, 4, 4, 4, 2, 4]):
+        for number, size in enumerate([4, 4, 4, 4, 2, 4, 4, 4, 4]):
             batch = [draw(size, first=8 * number + n) for n in (0, size)]
             result = train_step(state, batch, 1e-3)
             numbers += [result.loss, result.grad_norm]
