@@ -238,7 +238,7 @@ f-overwrites-its-gradient | parallel/test_collectives::test_f_leaves
 + own = dy
 @ megatron/parallel/layers.py | matrix[tensor=2,sequence-gpt2]
 row-bias-not-partial
-- x_columns=mesh.tensor, y_rows=(mesh.stream,), after=g)
+- x_columns=mesh.tensor, db_partial=(mesh.stream,), after=g)
 + x_columns=mesh.tensor, after=g)
 row-bias-added-by-each-rank | parallel/test_layers::test_layers_equal
 - bias, sequences = None if self.after else self.bias, len(x)

@@ -138,8 +138,9 @@ class TorchAdam:
         config, is_zero = self.config, factor == 0
         for ((decay, dtype), group), updates in zip(self.groups.items(), self.updates, strict=True):
             gradients = [each.gradient for each in group]
-            # One of two calls does something. The kernel divides by grad_scale as it reads, but
-            # writes the quotients back, which takes a fifth of its time: not for a factor of 1.
+            # The kernel divides by grad_scale as it reads, but writes the quotients back, which
+            # takes a fifth of its time. So there is a second call, for a factor of 1: found_inf
+            # stops the other one, or both for a factor of 0.
             calls = [(factor.reciprocal().float(), is_zero | (factor == 1)), (None, factor != 1)]
             if dtype == torch.float64:  # the kernel's divisor is fp32
                 torch._foreach_mul_(gradients, factor)

@@ -180,7 +180,8 @@ class Bucket:
         first = next((axis for axis in self.axes if not axis.is_of_stages), None)
         self.early_axis = self.shared if self.sums_each_micro_batch else first
         """The axis that `reduce` sums over, during the backward; `add_up` sums over the others.
-        ZeRO stage 0: an all-reduce over the first axis; 1: a reduce-scatter over `shared`."""
+        ZeRO stage 0: an all-reduce over the first axis; 1 and 2: a reduce-scatter over `shared`.
+        None: no axis but those of stages. ALONE (stage 2): not partial over `shared`."""
 
         def kind(each: Named) -> tuple[bool, list[str]]:
             _, _, spec = each

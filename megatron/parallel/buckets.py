@@ -285,7 +285,7 @@ class GradientBuckets:
         elif view.is_filled:
             self.on_gradient(view)
         # With one stage both are None. With several, the lowest that reaches a parameter adds last.
-        # The first step finds it: there the two are never equal, and `finish` reduces all buckets.
+        # The first step finds which: until then view.stage is None, and `finish` reduces.
         if self.completes and view.stage == self.stage:
             bucket.missing_gradients -= 1
             # The order is the same on all ranks, whichever layers their samples take.

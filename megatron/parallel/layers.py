@@ -347,8 +347,8 @@ class Partition:
     inputs: tuple[Axis, ...] = ()  # axes that cut dim `in` of the weight, the major one first
     outputs: Axis = ALONE  # axis that cuts dim `out`, and so the columns of y
     x_columns: Axis = ALONE  # axis that cuts the columns of x
-    y_rows: tuple[Axis, ...] = ()  # axes over which buckets sum db: y is of different tokens
-    x_rows: tuple[Axis, ...] = ()  # axes over which buckets sum dW: x is of different tokens
+    db_partial: tuple[Axis, ...] = ()  # axes over which buckets sum db: y is of different tokens
+    dw_partial: tuple[Axis, ...] = ()  # axes over which buckets sum dW: x is of different tokens
     # Sums y after the matmul, so that a recomputed layer can end before it.
     after: Cut | None = None
 
@@ -375,10 +375,10 @@ def row_partition(mesh: Mesh) -> Partition:
     require_mode(mesh, "row", "1d")
     if mesh.tensor.size == 1:
         return Partition()
-    # The bias acts on a rank's own rows of y. Without y_rows its gradient would lack the rows of
-    # other ranks under sequence parallelism: the loss is off by 1e-3, and no rank differs.
+    # The bias acts on a rank's own rows of y. Without db_partial its gradient would lack the rows
+    # of other ranks under sequence parallelism: the loss is off by 1e-3, and no rank differs.
     inputs, g = (mesh.tensor,), Cut(0, mesh.stream, mesh.tensor)
-    return Partition(WHOLE, inputs, x_columns=mesh.tensor, y_rows=(mesh.stream,), after=g)
+    return Partition(WHOLE, inputs, x_columns=mesh.tensor, db_partial=(mesh.stream,), after=g)
 
 
 class ParallelLinear(ShardedModule):
@@ -410,9 +410,9 @@ class ParallelLinear(ShardedModule):
         shape = (parts, out_features) if parts > 1 else (out_features,)
         out = over(len(shape) - 1, partition.outputs)
         shards = out + over(len(shape), *partition.inputs)
-        summed_over = (mesh.replicas, *partition.x_rows)
+        summed_over = (mesh.replicas, *partition.dw_partial)
         self.add_parameter("weight", (*shape, in_features), shards, std=std, partial=summed_over)
-        self.add_bias(bias, shape, out, partial=(mesh.replicas, *partition.y_rows))
+        self.add_bias(bias, shape, out, partial=(mesh.replicas, *partition.db_partial))
 
     def forward(self, x: Tensor) -> Tensor:
         rows, view = as_rows(self, x, self.width), self.gradient_views.get("weight")

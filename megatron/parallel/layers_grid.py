@@ -203,7 +203,7 @@ class Linear(ParallelLinear):
 
     def __init__(self, mesh: Mesh, in_features: int, out_features: int, **settings: Any) -> None:
         require_mode(mesh, "Linear", "1d")
-        partition = Partition(x_rows=(mesh.stream,), y_rows=(mesh.stream,))
+        partition = Partition(dw_partial=(mesh.stream,), db_partial=(mesh.stream,))
         super().__init__(mesh, in_features, out_features, partition, **settings)
 
 
@@ -213,7 +213,7 @@ class InputLinear(ParallelLinear):
 
     def __init__(self, mesh: Mesh, in_features: int, out_features: int, **settings: Any) -> None:
         rows, division = mesh.partial_axes[1:], Gathered(x=Cut(terms=mesh.hidden))
-        partition = Partition(division, outputs=mesh.hidden, x_rows=rows, y_rows=rows)
+        partition = Partition(division, outputs=mesh.hidden, dw_partial=rows, db_partial=rows)
         super().__init__(mesh, in_features, out_features, partition, **settings)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ class OutputLinear(ParallelLinear):
     def __init__(self, mesh: Mesh, in_features: int, out_features: int, **settings: Any) -> None:
         rows, division = mesh.partial_axes[1:], Gathered(y=Cut(terms=mesh.hidden))
         axis = mesh.hidden
-        partition = Partition(division, (axis,), x_columns=axis, x_rows=rows, y_rows=rows)
+        partition = Partition(division, (axis,), x_columns=axis, dw_partial=rows, db_partial=rows)
         super().__init__(mesh, in_features, out_features, partition, **settings)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -72,14 +72,14 @@ class GroupedQueryLinear(ShardedModule):
                 f"{heads} heads are no multiple of {key_value_heads} key/value heads and of "
                 f"{ranks.size} {ranks.name} ranks"
             )
-        self.division, y_rows = partition.division, partition.y_rows
+        self.division, db_partial = partition.division, partition.db_partial
         self.width = layers.own_width(hidden_size, partition.x_columns)
         size = heads * head_size
         shards: tuple[tuple[int, Axis], ...] = ((0, ranks),)
         summed_over: tuple[Axis, ...] = (mesh.replicas,)
         of_weight = shards + over(1, *partition.inputs)
         self.add_parameter("query", (size, hidden_size), of_weight, partial=summed_over, std=std)
-        self.add_bias(bias, (size,), shards, "query_bias", partial=(*summed_over, *y_rows))
+        self.add_bias(bias, (size,), shards, "query_bias", partial=(*summed_over, *db_partial))
 
         own, used = key_value_heads_in_use(heads, key_value_heads, ranks)
         self.kv_head_index = None if used is None else torch.tensor(used, device="cpu")
@@ -92,7 +92,9 @@ class GroupedQueryLinear(ShardedModule):
         self.add_parameter(
             "key_value", (2, size, hidden_size), of_weight, partial=summed_over, std=std
         )
-        self.add_bias(bias, (2, size), shards, "key_value_bias", partial=(*summed_over, *y_rows))
+        self.add_bias(
+            bias, (2, size), shards, "key_value_bias", partial=(*summed_over, *db_partial)
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         weight: Tensor = self.key_value

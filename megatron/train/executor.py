@@ -51,8 +51,8 @@ class Executor:
     """Runs the programs of one rank.
 
     batches: one per micro-batch. loss_scales: fp64 [k]. gradients: buckets to add to; None in an
-    evaluation. on_action: called before each action. mark: see Phases. hidden_states: receives the
-    last layer's output, by micro-batch.
+    evaluation. on_action: called before each action. mark: starts a phase, see
+    train/phases.py. hidden_states: receives the last layer's output, by micro-batch.
     """
 
     model: Any

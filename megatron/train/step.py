@@ -67,13 +67,12 @@ def train_step(
     """One update of the weights; in fp16 possibly only of the loss scale.
 
     micro_batches: this rank's along the batch axis, of whole samples, and of the same number and
-    size on every rank. wants_stop: called once,
-    after the backward; the step is finished in any case. return_outputs: fill `outputs`, with the
-    weights before the update and with dropout; every rank has to ask for it, and then holds all
-    logits of the global batch. In fp16 a step whose loss or gradient is not finite on any rank is
-    skipped on all: it changes no weight, moment or learning rate, and its samples are not read
-    again. Raises, on every rank, NonFiniteError in other dtypes or if fp16 may skip no more, and
-    DataError if no token counts.
+    size on every rank. wants_stop: called once, after the backward; the step is finished in any
+    case. return_outputs: fill `outputs`, with the weights before the update and with dropout; every
+    rank has to ask for it, and then holds all logits of the global batch. In fp16 a step whose loss
+    or gradient is not finite on any rank is skipped on all: it changes no weight, moment or
+    learning rate, and its samples are not read again. Raises, on every rank, NonFiniteError in
+    other dtypes or if fp16 may skip no more, and DataError if no token counts.
     """
     mesh, scaler, k = state.mesh, state.scaler, len(state.objective.terms)
     if return_outputs:
@@ -97,13 +96,14 @@ def train_step(
     reduced = all_reduce(torch.cat([totals, vote]), mesh.loss_sums)
     is_bad = ~reduced[:k].isfinite().all()
     verdict = torch.stack([state.gradients.squares(), reduced[k], is_bad])
-    squares, votes_for, bad = all_reduce(verdict, mesh.model_parallel).unbind()
+    squares, stop_votes, bad = all_reduce(verdict, mesh.model_parallel).unbind()
     # By a tensor, as a GPU multiplies by the rounded inverse of a number.
     norm = rounded_sqrt(squares) / torch.full_like(squares, scaler.scale)
+    # NaN leaves the weights as they are, also where no token counts.
     checked = norm.where(counts[1:].all() & (bad == 0), nan)
-    # [tokens, k denominators, k sums, ...]; both sums are over the stages, so a vote counts once for
-    # each of them.
-    last = [norm, votes_for, bad, checked]
+    # [tokens, k denominators, k sums, ...]; both sums are over the stages, so a vote counts once
+    # for each of them.
+    last = [norm, stop_votes, bad, checked]
     read = cache(start_to_host(torch.cat([counts, reduced[:k], torch.stack(last)])))
     state.mark("optimizer")
     # The update is queued before the host waits for the copy, which precedes it.
