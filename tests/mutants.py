@@ -431,8 +431,8 @@ loss-scale-left-in-the-norm | train/test_step::test_the_loss_scale
 - norm = rounded_sqrt(squares) / torch.full_like(squares, scaler.scale)
 + norm = rounded_sqrt(squares)
 loss-scale-left-in-the-update | train/test_step::test_the_loss_scale
-- state.optimizer.step(lr, 1.0 / scaler.scale, norm
-+ state.optimizer.step(lr, 1.0, norm
+- state.optimizer.step(lr, 1.0 / scaler.scale, checked
++ state.optimizer.step(lr, 1.0, checked
 vote-before-the-backward | train/test_step::test_all_ranks_stop
 - run = forward_backward if state.graph is None
 + asked = wants_stop()
@@ -445,11 +445,11 @@ skipped-step-decays | train/test_step::test_skipped_step
 +             each.weight.data.mul_(1 - lr * each.decay)
 +     state.step += 1
 update-by-a-loss-that-is-not-finite | train/test_step::test_all_ranks_skip
-- is_good = counts[1:].all() & (bad == 0)
-+ is_good = counts[1:].all()
+- norm.where(counts[1:].all() & (bad == 0), nan)
++ norm.where(counts[1:].all(), nan)
 update-without-a-token | train/test_step::test_a_batch_without
-- is_good = counts[1:].all() & (bad == 0)
-+ is_good = bad == 0
+- norm.where(counts[1:].all() & (bad == 0), nan)
++ norm.where(bad == 0, nan)
 tokens-counted-by-samples | train/test_step::test_the_loss_is
 - units = each.num_tokens if is_counted
 + units = each.num_samples if is_counted
