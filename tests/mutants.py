@@ -555,6 +555,9 @@ one-moment-zeroed-on-resume | checkpoint/test_layouts::test_a_run_goes_on
 + each.set_updates(updates)
 +         self.moments[-1][0].zero_()
 +         self.publish()
+a-failed-step-publishes-its-masters | train/test_diagnose::test_the_rank_at_fault
+- for number in numbers if is_sound() else ():
++ for number in numbers:
 clip-scales-up | optim/test_adam::test_five_steps
 - clip.clamp(max=1.0)
 + clip
