@@ -233,8 +233,8 @@ class MasterWeights:
         norm: of all the model's gradients x `unscale`, or an fp64 scalar of it on their device; 0,
             the default, clips nothing, as after clip_grad_norm. With one that is not finite the
             step changes no master and no moment.
-        is_sound: called when the update is queued. If it returns False, as for such a norm, weights
-            stay as they are, so that a diagnosis sees one that is not its rounded master.
+        is_sound: called when the update is queued; whether the norm is finite. If it is not, the
+            masters are not rounded again: a damaged weight stays, for the diagnosis to name.
         """
         self.gradients.name_unreached()
         limit, device = self.config.clip_grad, self.gradients.mesh.device

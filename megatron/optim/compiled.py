@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CompiledAdam:
-    """As TorchAdam. For each fp32 master of a bf16 weight it reads and writes 30 bytes; torch's
+    """As TorchAdam. For each fp32 master of a bf16 weight it reads and writes 32 bytes; torch's
     kernel and the copy of the weights 34 or, where gradients are scaled, 38."""
 
     def __init__(self, segments: Sequence[FlatWeights], config: OptimizerConfig) -> None:
@@ -45,7 +45,9 @@ class CompiledAdam:
 
     @torch.no_grad()
     def step(self, lr: float, factor: Tensor) -> None:
-        """As TorchAdam's; rounds all weights in any case."""
+        """As TorchAdam's; also rounds the weights."""
+        if not self.segments:
+            return
         self.updates += factor != 0
         first, second = (1 - self.betas**self.updates).unbind()
         rate = torch.full_like(first, lr)
@@ -87,4 +89,4 @@ def update(
     for old, new in ((weight, w), (exp_avg, m), (exp_avg_sq, v)):
         old.copy_(torch.where(factor != 0, new.to(old.dtype), old))
     if half is not None:
-        half.copy_(weight)
+        half.copy_(torch.where(factor != 0, weight.to(half.dtype), half))

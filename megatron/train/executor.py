@@ -233,7 +233,7 @@ def on_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
     return batch.with_arrays(**arrays)
 
 
-def start_to_host(x: Tensor) -> Callable[[], list[float]]:
+def start_read(x: Tensor) -> Callable[[], list[float]]:
     """Start to copy a vector to the host. Returns a function that waits for it, and not for what
     is queued later, and returns its numbers."""
     if not x.is_cuda:

@@ -114,13 +114,24 @@ def choose_compile(asked: bool | None, mesh: Mesh) -> tuple[bool, list[str]]:
     """
     if not (mesh.device.type == "cuda" if asked is None else asked):
         return False, []
-    failures = list(filter(None, mesh.control.gather(compiler_failure(mesh.device))))
-    if not failures:
+    if (failure := failure_of_ranks(mesh)) is None:
         return True, []
-    reason = f"torch.compile does not work here: {failures[0]}; {COMPILER_HELP}"
+    reason = f"torch.compile does not work here: {failure}; {COMPILER_HELP}"
     if asked:
         raise UsageError("--compile", None, f"left out: {reason}", works=("--no-compile",))
     return False, [f"warning: layers are not compiled, which is slower: {reason}"]
+
+
+def failure_of_ranks(mesh: Mesh) -> str | None:
+    """Why torch.compile fails on a rank; None if it works on all (every rank calls this)."""
+    return next(filter(None, mesh.control.gather(compiler_failure(mesh.device))), None)
+
+
+def require_update(impl: str, mesh: Mesh) -> None:
+    """Raises UsageError on every rank if --optimizer-impl compiled cannot be compiled."""
+    if impl == "compiled" and (failure := failure_of_ranks(mesh)) is not None:
+        allowed = f"torch, as torch.compile does not work here: {failure}"
+        raise UsageError("--optimizer-impl", impl, allowed, works="torch")
 
 
 def compiler_failure(device: torch.device) -> str | None:

@@ -164,7 +164,7 @@ def build(flags: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     flags: the config of the command line. start: that of the first rank holds for all.
     """
     from megatron.parallel.agree import on_all_ranks
-    from megatron.train.machine import choose_compile, choose_precision
+    from megatron.train.machine import choose_compile, choose_precision, require_update
     from megatron.train.pipelining import plan_of_run
     from megatron.train.state import DTYPES, build_state
 
@@ -182,6 +182,7 @@ def build(flags: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     if asked is None and not config.model.compiles_by_default:
         asked = False
     compiled, warnings = choose_compile(asked, mesh)
+    require_update(config.optimizer.optimizer_impl, mesh)
 
     # 3. The callbacks that may not fit, and the state at step 0
     callbacks = on_all_ranks(mesh, lambda: open_callbacks(config, inputs))

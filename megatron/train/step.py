@@ -5,7 +5,7 @@
                         stages; gradients add up in buckets (parallel/buckets.py), which as a
                         rule are reduced over ranks while the last backward runs
     agree               sums of the loss, norm, overflow, stop: 2 all-reduces, 3 under ZeRO,
-                        1 copy to the host
+                        1 copy to the host (adamw)
     optimizer.step      clip, update and publish the weights (optim/adam.py), or skip the step; a
                         GPU decides which, and starts before the host has read the copy
 
@@ -34,7 +34,7 @@ from megatron.parallel.kernels import rounded_sqrt
 from megatron.parallel.schedules import Action
 from megatron.train.diagnose import non_finite
 from megatron.train.evaluate import Outputs, gather_outputs, require_outputs
-from megatron.train.executor import Executor, start_to_host, to_device
+from megatron.train.executor import Executor, start_read, to_device
 from megatron.train.state import TrainState
 
 
@@ -104,7 +104,7 @@ def train_step(
     # [tokens, k denominators, k sums, ...]; both sums are over the stages, so a vote counts once
     # for each of them.
     last = [norm, stop_votes, bad, checked]
-    read = cache(start_to_host(torch.cat([counts, reduced[:k], torch.stack(last)])))
+    read = cache(start_read(torch.cat([counts, reduced[:k], torch.stack(last)])))
     state.mark("optimizer")
     # The update is queued before the host waits for the copy, which precedes it.
     state.optimizer.step(lr, 1.0 / scaler.scale, checked, lambda: isfinite(read()[-1]))

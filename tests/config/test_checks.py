@@ -88,7 +88,7 @@ LAST = """
 --lr-warmup-fraction 0 | --lr-warmup-fraction 1.5 | --lr-warmup-iters 9 --lr-warmup-fraction 0.1
 --lr-warmup-iters 9 --lr-warmup-init 1 | --fp16 --pure-bf16 | --no-bf16 --pure-bf16
 --pure-bf16 --loss-scale 8 | --pure-bf16 --optimizer-impl apex
---optimizer-cpu-offload --optimizer-impl apex
+--optimizer-cpu-offload --optimizer-impl apex | --optimizer-cpu-offload --optimizer-impl compiled
 --bf16 true | --deterministic=False | --metrics-file / | --metrics-file= | --save= | --vocab-file=
 """
 # The same, of one kind of model.
