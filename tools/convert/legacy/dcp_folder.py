@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron.checkpoint.format import check_tiling
 from megatron.errors import UsageError
-from tools.convert.legacy.pickles import Placeholder, read_pickle, read_saved, sizes
+from tools.convert.legacy.pickles import DTYPES, Placeholder, SavedFile, read_pickle, sizes
 
 METADATA = ".metadata"
 
@@ -37,8 +37,8 @@ class Chunk:
     offset: tuple[int, ...]
     shape: tuple[int, ...] = ()
 
-    def read(self) -> Any:
-        return read_saved(self.file, self.start, self.nbytes)
+    def open(self) -> SavedFile:
+        return SavedFile(self.file, self.start, self.nbytes)
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,13 @@ class Item:
         what `.metadata` says."""
         whole = torch.empty(self.shape, dtype=self.dtype)
         for chunk in self.chunks:
-            part = chunk.read()
-            if not isinstance(part, Tensor) or (part.dtype, part.shape) != (
-                self.dtype,
-                chunk.shape,
-            ):
-                raise ValueError(f"{chunk.file} is damaged: byte {chunk.start} is no {self.key}")
+            saved = chunk.open()
+            part = saved.tensor(saved.content, self.key)
+            if (part.dtype, part.shape) != (self.dtype, chunk.shape):
+                raise ValueError(
+                    f"{chunk.file} is damaged: at byte {chunk.start} is a {part.dtype} "
+                    f"{list(part.shape)}, not the {list(chunk.shape)} of {self.key}"
+                )
             box = zip(chunk.offset, chunk.shape, strict=True)
             whole[tuple(slice(start, start + size) for start, size in box)] = part
         return whole
@@ -70,7 +71,7 @@ class Item:
     def value(self) -> Any:
         """The non-tensor object, or the number in a tensor of one element."""
         if self.dtype is None:
-            return self.chunks[0].read()
+            return self.chunks[0].open().content
         return self.tensor().item() if prod(self.shape) == 1 else None
 
 
@@ -127,8 +128,11 @@ def _item(
     if getattr(described, "stands_for", "").endswith(".BytesStorageMetadata"):
         return Item(key, None, (), (chunks[key, ()],), in_order)
     facts = _attributes(described, "TensorStorageMetadata")
-    name = facts["properties"].state[0].stands_for  # the state is a tuple
-    dtype = getattr(torch, name.removeprefix("torch."))
+    name = getattr(facts["properties"].state[0], "stands_for", None)  # the state is a tuple
+    dtypes = {str(dtype): dtype for dtype in DTYPES.values()}
+    if name not in dtypes:
+        raise ValueError(f"{key} has a dtype that is not supported: {name}")
+    dtype = dtypes[name]
     parts = []
     for each in facts["chunks"]:
         box = _attributes(each, "ChunkStorageMetadata")

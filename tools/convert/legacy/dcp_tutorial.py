@@ -46,7 +46,7 @@ from megatron.models import registry
 from megatron.parallel.layers_llama import RotaryEmbedding
 from megatron.train.state import DTYPES
 from tools.convert.legacy.dcp_folder import METADATA, Item, read_folder
-from tools.convert.legacy.pickles import Placeholder, read_pickle, read_saved
+from tools.convert.legacy.pickles import Placeholder, SavedFile, read_pickle
 from tools.convert.llama import LLAMA
 from tools.convert.weights import read_parameters, resolve
 
@@ -266,7 +266,7 @@ def read_schedule(file: Path) -> Schedule:
     """The schedule in a scheduler's state dict, or in a scheduler that was pickled as an object.
     Raises ValueError for any other content and for a damaged file."""
     is_archive = file.read_bytes()[:2] == b"PK"
-    content = read_saved(file) if is_archive else read_pickle(file)
+    content = SavedFile(file).content if is_archive else read_pickle(file)
     try:
         whole = _state(content)
         warmup, cosine = map(_state, whole["_schedulers"])

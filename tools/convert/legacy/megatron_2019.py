@@ -35,7 +35,7 @@ from megatron.models.build import build_on_meta
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import sharding_specs
 from megatron.train.state import DTYPES
-from tools.convert.legacy.pickles import Placeholder, read_saved
+from tools.convert.legacy.pickles import Placeholder, SavedFile
 
 POINTER = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"
@@ -111,17 +111,17 @@ class Rank:
 
 def read_rank(file: Path) -> Rank:
     """Raises ValueError, naming the file, if it is damaged or not of a GPT-2."""
-    saved = read_saved(file)
-    content = saved if isinstance(saved, dict) else {}
+    saved = SavedFile(file)
+    content = saved.content if isinstance(saved.content, dict) else {}
     if not isinstance(model := content.get("model"), dict):
         raise ValueError(f"{file} has no weights under 'model'; {FILE} of Megatron-LM has")
     args = content.get("args")
     args = args.state if isinstance(args, Placeholder) else args
     version = content.get("checkpoint_version") or 0
-    if version not in (0, 1) and not version >= 2:
+    if not isinstance(version, int | float) or not (version in (0, 1) or version >= 2):
         raise ValueError(f"{file} has checkpoint_version {version!r}; 0, 1, 2 and 3 are known")
     tensors: dict[str, Tensor] = {}
-    for full, value in _leaves(model):
+    for full, value in _leaves(file, model):
         parts = full.split(".")
         if bert := BERT.intersection(parts):
             raise ValueError(f"{file} is of a BERT, for it has a {bert.pop()}; a GPT-2 would work")
@@ -130,22 +130,28 @@ def read_rank(file: Path) -> Rank:
         name = ".".join(parts).replace(".self_attention.", ".attention.")
         if name in tensors:
             raise ValueError(f"{file} has {name} twice, once as {full}")
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{file}: {full:.100} is no tensor")
-        tensors[name] = value
+        tensors[name] = saved.tensor(value, full)
     for name in (WORDS, POSITIONS):
         if name not in tensors or tensors[name].dim() != 2:
             raise ValueError(f"{file} has no matrix {name}, so it is not of a GPT-2")
     return Rank(file, tensors, args if isinstance(args, dict) else {}, version)
 
 
-def _leaves(model: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of every value that is not a dict."""
-    for key, value in model.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def _leaves(file: Path, model: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every value that is not a dict. Raises ValueError if one dict stands
+    in two places: a dict inside itself has no end."""
+    waiting: list[tuple[str, Mapping[Any, Any]]] = [("", model)]
+    seen: set[int] = set()
+    while waiting:
+        prefix, tree = waiting.pop()
+        if id(tree) in seen:
+            raise ValueError(f"{file} has {prefix:.100} twice: one dict stands in two places")
+        seen.add(id(tree))
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                waiting.append((f"{prefix}{key}.", value))
+            else:
+                yield f"{prefix}{key}", value
 
 
 def config_of(ranks: Sequence[Rank], flags: Mapping[str, Any]) -> GPT2Config:
@@ -167,8 +173,23 @@ def config_of(ranks: Sequence[Rank], flags: Mapping[str, Any]) -> GPT2Config:
         "hidden_size": hidden,
         "max_position_embeddings": positions,
     }
+    derived = settings | {
+        "padded_vocab_size": first.tensors[WORDS].shape[0] * count,
+        "model_parallel_size": count,
+        "tensor_model_parallel_size": count,
+    }
+    for rank in ranks:
+        for name, expected in derived.items():
+            if (stored := _number(rank, name)) not in (None, expected):
+                raise ValueError(
+                    f"{rank.file}: args have {name} {stored}, but the tensors that were found make "
+                    f"{expected}; the files of all ranks of one checkpoint would work"
+                )
+        for name in (*FLAGS, *TRAINING):
+            if (stored := _number(rank, name)) != (expected := _number(first, name)):
+                raise ValueError(f"{rank.file}: args have {name} {stored}, of rank 0 {expected}")
     for name, default in FLAGS.items():
-        stored, given = first.args.get(name), flags[name]
+        stored, given = _number(first, name), flags[name]
         if None not in (stored, given) and stored != given:
             raise UsageError(flag(name), given, f"the {stored} that {first.file} was trained with")
         value = next((each for each in (stored, given, default) if each is not None), None)
@@ -177,7 +198,7 @@ def config_of(ranks: Sequence[Rank], flags: Mapping[str, Any]) -> GPT2Config:
             raise UsageError(flag(name), None, allowed)
         settings[name] = value
     for name in TRAINING:
-        if (stored := first.args.get(name)) is not None:
+        if (stored := _number(first, name)) is not None:
             settings[name] = stored
     # Code that has this arg computes the exact GeLU unless it or openai_gelu selects the tanh form.
     if first.args.get("bias_gelu_fusion", True) is False and not first.args.get("openai_gelu"):
@@ -187,6 +208,14 @@ def config_of(ranks: Sequence[Rank], flags: Mapping[str, Any]) -> GPT2Config:
         allowed = f"a multiple of the {count} ranks of {first.file.parent.parent}"
         raise UsageError("--num-attention-heads", heads, allowed)
     return config
+
+
+def _number(rank: Rank, name: str) -> int | float | None:
+    value = rank.args.get(name)
+    kinds = (int, float) if name in (*TRAINING, "layernorm_epsilon") else (int,)
+    if value is None or type(value) in kinds:
+        return value
+    raise ValueError(f"{rank.file}: args have {name} {value!r:.100}, which is no number")
 
 
 def names_of(num_layers: int) -> dict[str, tuple[str, int | None]]:

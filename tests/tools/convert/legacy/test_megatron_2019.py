@@ -244,6 +244,14 @@ def add(name: str) -> Break:
     return lambda parts: [part.update({name: torch.ones(HIDDEN)}) for part in parts]
 
 
+def doubled(folder: Path) -> None:
+    """2^60 names, by dicts that each stand in two places."""
+    model: dict[str, Any] = {}
+    for _ in range(60):
+        model = {"module": model, "encoder": model}
+    torch.save({"model": model}, folder / FILE)
+
+
 DENSE = "transformer.layers.1.attention.dense.bias"
 QKV = "transformer.layers.0.attention.query_key_value.weight"
 WORDS = "word_embeddings.weight"
@@ -259,7 +267,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (FILE, {"parts": change(QKV, lambda t: t.fill_(1e38))}),
     ("layers.1.attention.rotary", {"parts": add("transformer.layers.1.attention.rotary.weight")}),
     ("decoder.layers.0.input", {"parts": add("decoder.layers.0.input_layernorm.weight")}),
-    ("layers.2", {"parts": add("transformer.layers.7.input_layernorm.bias")}),
+    ("num_layers 2", {"parts": add("transformer.layers.7.input_layernorm.bias")}),
     ("pooler", {"parts": add("language_model.pooler.dense.weight")}),
     ("lm_head", {"parts": add("lm_head.bias")}),
     ("binary_head", {"parts": add("binary_head.weight")}),
@@ -272,8 +280,12 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("512", {"args": None, "flags": "--num-attention-heads 8"}),
     ("--num-attention-heads", {"flags": "--num-attention-heads 2"}),
     ("--layernorm-epsilon", {"flags": "--layernorm-epsilon 0.5"}),
+    ("num_layers 3", {"args": {"num_layers": 3}}),
+    ("hidden_size 64", {"args": {"hidden_size": 64}}),
+    ("model_parallel_size 4", {"args": {"model_parallel_size": 4}}),
+    ("num_attention_heads", {"args": {"num_attention_heads": torch.half}}),
     (POST_NORM, {"args": {POST_NORM: True}}),
-    *((f"checkpoint_version {each!r}", {"version": each}) for each in (1.5, -1)),
+    *((f"checkpoint_version {each!r}", {"version": each}) for each in (1.5, -1, "2", NAN)),
     ("mp_rank_01/model_optim_rng.pt", {"files": lambda f: (f / FILE.replace("0/", "1/")).unlink()}),
     ("--from", {"files": lambda f: (f / "mp_rank_01").rename(f / "mp_rank_00_001")}),
     ("--from", {"files": shutil.rmtree}),
@@ -281,6 +293,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("../up", {"files": lambda f: (f.parent / POINTER).write_text("../up")}),
     (FILE, {"files": lambda folder: (folder / FILE).write_bytes(b"")}),
     (FILE, {"files": lambda folder: (folder / FILE).write_bytes(b"hello, world\n" * 9)}),
+    ("two places", {"files": doubled}),
     (FILE, {"files": lambda folder: torch.save({"state_dict": {}}, folder / FILE)}),
 ]
 
@@ -303,7 +316,7 @@ def test_refusals(tmp_path: Path, named: str, wrong: dict[str, Any]) -> None:
 
 
 def test_former_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = write_old(tmp_path / "old", old_weights(2), args=None)
+    source = write_old(tmp_path / "old", old_weights(2), args=old_args(2, num_layers=3))
     words = ["--to" if word == "--output" else word for word in words_of(source, tmp_path / "new")]
-    assert field_of(refusal(lambda: main(words, {}))) == "--num-attention-heads"
+    assert "num_layers 3" in str(refusal(lambda: main(words, {})))
     assert capsys.readouterr().err.count("--output") == 1
