@@ -68,7 +68,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def add_matmul_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) -> None:
     """Add dy' x to `out` [out, in], or overwrite it; dy [n, out] and x [n, in] have one dtype."""
-    if out.dtype != x.dtype and not is_on_cpu(x):  # the result is not rounded to the dtype of x
+    if out.dtype != x.dtype and x.is_cuda:  # the result is not rounded to the dtype of x
         into: Any = {"out_dtype": out.dtype, "out": out}
         torch.addmm(out, dy.T, x, **into) if accumulate else torch.mm(dy.T, x, **into)
     elif out.dtype != x.dtype:
