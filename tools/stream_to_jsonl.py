@@ -17,15 +17,18 @@ Memory is bounded: it holds one row group of a parquet file. Only as much of the
 if not __package__:  # run as a file
     __import__("runpy").run_path(f"{__file__.rpartition('/')[0] or '.'}/start.py")
 
+import glob
 import os
 import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from megatron.config.parse import parse_call, whole_program
@@ -37,6 +40,8 @@ from megatron.libraries import Library
 
 datasets, pa = Library("datasets"), Library("pyarrow")
 orjson = Library("orjson")
+
+NEW_FILE = "a new file named *.jsonl that no other run writes"
 
 
 def stream_to_jsonl(
@@ -60,13 +65,13 @@ def stream_to_jsonl(
     if documents is not None and documents < 1:
         raise UsageError("--documents", documents, "above 0")
     if output.suffix != ".jsonl" or output.exists():
-        raise UsageError("--output", output, "a new file named *.jsonl")
+        raise UsageError("--output", output, NEW_FILE)
     name = f"--dataset-name {dataset_name}"
     stream = load_named(dataset_name, config=dataset_config, split=dataset_split, streaming=True)
     texts = read_texts(stream, text_column, name)
     bytes_written = without = too_long = 0
     progress = partial(tqdm, unit=" documents", total=documents)
-    with atomic_writer(output) as file, progress() as bar:
+    with alone(output), atomic_writer(output) as file, progress() as bar:
         for text in texts:
             if not isinstance(text, str) or not text or text.isspace():
                 without += 1
@@ -89,6 +94,29 @@ def stream_to_jsonl(
             print(f"warning: {number} rows {why} and are left out", file=sys.stderr)
     print(f"{bar.n} documents, {bytes_written} bytes, in {output}")
     print(f"next: python pretrain_gpt2.py --data-path {shlex.quote(str(output))} --pad")
+
+
+@contextmanager
+def alone(output: Path) -> Iterator[None]:
+    """Make this the only run that writes the file, and remove the remains of a killed run.
+
+    Raises UsageError if another run is writing the file, or if it exists.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output.with_name(f".{output.name}.lock"), timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UsageError("--output", output, NEW_FILE) from None
+    try:
+        if output.exists():
+            raise UsageError("--output", output, NEW_FILE)
+        for left in output.parent.glob(f"{glob.escape(output.name)}.*.part"):
+            left.unlink()
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
 
 
 def read_texts(stream: Any, column: str, name: str) -> Iterator[object]:

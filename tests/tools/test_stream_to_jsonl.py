@@ -12,7 +12,7 @@ import pytest
 from megatron.data.documents import open_documents
 from tests.refusals import field_of, refusal
 from tests.tools.corpus.lines import read_jsonl
-from tools.stream_to_jsonl import stream_to_jsonl
+from tools.stream_to_jsonl import alone, stream_to_jsonl
 
 Capture = pytest.CaptureFixture[str]
 
@@ -57,7 +57,7 @@ def test_broken_stream(source: Path) -> None:
     output = source.parent / "out.jsonl"
     stream_to_jsonl(str(source), output, documents=3)
     assert [each["text"] for each in read_jsonl(output)] == TEXTS[:3]
-    output.unlink()
+    output.rename(output.with_name("out.jsonl.0123.part"))  # as a run that was killed leaves it
     error = str(refusal(lambda: stream_to_jsonl(str(source), output)))
     assert error.startswith("--dataset-name ")
     assert " 7 rows" in error
@@ -86,6 +86,22 @@ def test_refusals(source: Path, flag: str, more: dict[str, object]) -> None:
         place = str(kind(source))
         assert field_of(refusal(lambda place=place: stream_to_jsonl(place, **arguments))) == flag
     assert list(source.parent.iterdir()) == [source]
+
+
+def test_another_run(source: Path) -> None:
+    """It has a name with the signs of a glob, too."""
+    output = source.parent / "o[ut]*.jsonl"
+    other, others = source.parent / "out*.jsonl.1.part", json_lines(source)
+    other.touch()
+    with alone(output):
+        at_it = output.with_name(f"{output.name}.2.part")
+        at_it.touch()
+        assert field_of(refusal(lambda: stream_to_jsonl(str(others), output))) == "--output"
+        assert at_it.exists()
+    stream_to_jsonl(str(others), output)
+    assert (other.exists(), at_it.exists()) == (True, False)
+    assert set(source.parent.iterdir()) == {source, output, other}
+    assert field_of(refusal(lambda: stream_to_jsonl(str(others), output))) == "--output"
 
 
 def test_long_text(source: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
