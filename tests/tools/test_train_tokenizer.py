@@ -34,6 +34,14 @@ def test_shape_of_gpt2(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
+def test_small_corpus(tmp_path: Path, capsys: Capture) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": "aa ab"}])
+    train_tokenizer((source,), 5000, tmp_path)
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text())
+    assert vocabulary["<|endoftext|>"] == len(vocabulary) - 1 < 300
+    assert "5000" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", [LOWER_CASE, CASED])
 def test_wordpiece(tmp_path: Path, kind: str) -> None:
     records = [{"text": text} for _, text in sorted(topics.items())]
@@ -58,14 +66,14 @@ def test_same_tokenizer(tmp_path: Path, kind: str) -> None:
     write_jsonl(tmp_path / "in.jsonl", [*records, {"body": 1}])
     words = ["--input", "in.jsonl", "--vocab-size", "500", "--tokenizer-type", kind]
     words += [] if "Bert" in kind else ["--special-tokens", "<pad>", "</s>"]
-    for name in "ab":
+    for name in "abc":
         done = subprocess.run(
             [sys.executable, str(PROGRAM), *words, "--output", name],
             cwd=tmp_path, capture_output=True, text=True, check=True,
         )  # fmt: skip
         assert done.stderr.count("warning: 1 ") == 1
-    one, other = ({f.name: f.read_bytes() for f in (tmp_path / n).iterdir()} for n in "ab")
-    assert one == other
+    one, *others = ({f.name: f.read_bytes() for f in (tmp_path / n).iterdir()} for n in "abc")
+    assert others == [one] * 2
     config = json.loads(one.get("tokenizer_config.json", "{}"))
     marks = [config.get(f"{mark}_token") for mark in ("bos", "eos", "pad")]
     assert marks == ([None] * 3 if "Bert" in kind else [None, "</s>", "<pad>"])
@@ -79,6 +87,20 @@ def test_unknown_letters(tmp_path: Path, count: int, size: int, words: str) -> N
     tokenizer = read_tokenizer(LOWER_CASE, tmp_path)
     assert tokenizer.encode(letters[-1]) == [1]
     assert 1 not in tokenizer.encode(words)
+
+
+def test_replaced_files(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": "some words here"}])
+    out = tmp_path / "out"
+    for kind, size in (
+        (LOWER_CASE, 120),
+        ("GPT2BPETokenizer", 257),
+        ("GPT2BPETokenizer", 258),
+        (LOWER_CASE, 100),
+    ):
+        train_tokenizer((source,), size, out, kind)
+    assert len(json.loads((out / "vocab.json").read_text())) == 258
+    assert len((out / "vocab.txt").read_text().splitlines()) <= 100
 
 
 LAST = """

@@ -20,7 +20,7 @@ from tools.corpus import extract as module
 from tools.corpus import readers
 from tools.corpus.extract import Settings, run
 from tools.corpus.files import Unit
-from tools.corpus.readers import SourceSplit, find_input, read
+from tools.corpus.readers import SourceSplit, find_input, read, walk
 
 
 def extract(output: Path, *inputs: Path, format: str, **more: Any) -> list[dict[str, Any]]:
@@ -220,6 +220,16 @@ def test_a_change_in_a_folder_of_texts_is_no_longer_the_same_input(tmp_path: Pat
     assert field_of(refusal(again)) == "--output"
 
 
+def test_a_folder_is_walked_once_whatever_its_names(tmp_path: Path) -> None:
+    folder_of_texts(tmp_path / "in", 3)
+    (tmp_path / "in" / "d0" / "up").symlink_to(tmp_path / "in")
+    names = ["d0/000.txt", "d1/001.txt", "d2/002.txt"]
+    assert [name for name, _ in walk(tmp_path / "in")] == names
+    (tmp_path / "in" / os.fsdecode(b"caf\xe9\n.txt")).write_text("text")  # no UTF-8
+    records = extract(tmp_path / "out", tmp_path / "in", format="text")
+    assert [each["id"] for each in records] == ["caf\\udce9\n.txt", *names]
+
+
 def test_the_pages_of_a_wet_file_come_with_url_and_id(tmp_path: Path) -> None:
     records = [wet_record(1, b"about", "warcinfo")]
     records += [wet_record(k, f"page {k}\nschön".encode()) for k in (2, 3)]
@@ -301,6 +311,13 @@ def test_a_format_that_does_not_fit_is_refused(
     assert file in str(error)
     assert cure in str(error)
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_bad_lines_first_are_no_wrong_format(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"{broken}\n" * 500)
+    (tmp_path / "b.jsonl").write_bytes(b"{broken}\n" * 90 + b'{"text": "good"}\n')
+    inputs = (tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    assert len(extract(tmp_path / "out", *inputs, format="jsonl")) == 1
 
 
 def test_no_document_is_an_error(tmp_path: Path) -> None:

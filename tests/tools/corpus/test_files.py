@@ -75,7 +75,7 @@ def random_content(dice: random.Random, unit: int) -> bytes:
     return content.rstrip(b"\r\n") if dice.random() < 0.4 else content
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(12))
 def test_units_cover_every_line_exactly_once(seed: int, tmp_path: Path) -> None:
     dice = random.Random(seed)
     path = tmp_path / "in.jsonl"
@@ -125,6 +125,20 @@ def test_a_line_of_any_length_is_set_aside_without_being_held(tmp_path: Path) ->
     assert str((1 << 28) - 19 + 1) in str(lines[1].fault)  # bytes
     assert len(lines[1].content) <= 200
     assert peak < 64 << 20  # a quarter of the line; threads of other tests count too
+
+
+def bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts what this process reads")
+def test_units_inside_one_long_line_do_not_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"x" * (20 << 20))
+    before = bytes_read()
+    lines = lines_of_units(path, 1 << 20, 1 << 20)
+    assert [line.offset for line in lines] == [0]
+    assert bytes_read() - before < 3 * (20 << 20)
 
 
 @pytest.mark.parametrize("ending", COMPRESSION)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.corpus.lines import read_jsonl
-from tools.corpus.harvest import Settings, read_module, run
+from tools.corpus.harvest import Settings, read_module, read_prose_file, run
 
 
 def test_harvest_is_english_bounded_and_the_same_twice(tmp_path: Path) -> None:
@@ -60,3 +60,9 @@ class A:
         "A.f\n\nReturn the number of things there are."
     )
     assert read_module("broken.py", b"def f(:") == ""
+
+
+def test_the_readme_of_a_package_comes_without_its_headers() -> None:
+    metadata = b"Name: x\nVersion: 1\n\nThis package does what it says on the tin.\n"
+    text = read_prose_file("x.dist-info/METADATA", metadata)
+    assert text == "This package does what it says on the tin."

@@ -9,7 +9,7 @@ from typing import Any
 from tests.refusals import field_of, refusal
 from tests.tools.corpus.lines import dropped, manifest, read_jsonl, write_jsonl
 from tests.tools.corpus.test_run import STEPS, description
-from tests.tools.report.pages import ParsedPage
+from tests.tools.report.pages import HOSTILE, ParsedPage
 from tools.corpus.files import Count, DocumentCounts
 from tools.corpus.report import Settings, read_steps, run, verify
 from tools.corpus.settings import program
@@ -128,6 +128,22 @@ def test_documents_that_a_step_was_not_given_are_no_silent_loss(tmp_path: Path) 
     assert loss == Loss(loss.reason, 1, 100)
 
 
+def test_whatever_the_corpus_holds_is_shown_as_text(tmp_path: Path) -> None:
+    member = {"id": HOSTILE, "source": HOSTILE, "jaccard": 0.8, "text": HOSTILE * 3}
+    other = {**member, "id": "b", "text": f"{HOSTILE} and half \ud800 of a pair, \x00"}
+    some: Sources = {HOSTILE: (2, 20)}
+    folder = write_step(
+        tmp_path / "<b>", "dedup", some, {HOSTILE: (1, 10)}, {HOSTILE: {HOSTILE: (1, 10)}},
+        largest_clusters=[{"size": 2, "kept_id": HOSTILE, "members": [member, other]}],
+        languages={HOSTILE: 2}, **{HOSTILE: 1},
+        leakage={HOSTILE: dict.fromkeys(("before", "after", "before_distinct", "after_distinct",
+                                         "ngrams", "distinct_ngrams"), 1)},
+    )  # fmt: skip
+    text = report(tmp_path, folder).text
+    assert text.count(HOSTILE) > 10
+    assert "half ? of a pair" in text
+
+
 def test_shards_that_changed_or_are_gone_are_found_by_verify(tmp_path: Path) -> None:
     root, output = write_pipeline(tmp_path / "run"), tmp_path / "report.html"
     assert verify(read_steps([root]), 1) == []
@@ -143,15 +159,17 @@ def test_shards_that_changed_or_are_gone_are_found_by_verify(tmp_path: Path) -> 
 
 
 def test_folders_of_no_step_are_refused(tmp_path: Path) -> None:
-    cut_short, broken, other = (tmp_path / name for name in "abc")
-    for folder in (cut_short / ".work", broken, other):
+    empty, cut_short, broken, other, listed = (tmp_path / name for name in "abcdl")
+    for folder in (empty, cut_short / ".work", broken, other, listed):
         folder.mkdir(parents=True)
     (broken / "manifest.json").write_text('{"step"')
     (other / "manifest.json").write_text('{"format": 1}')
+    (listed / "manifest.json").write_text('["step"]')
     step = write_step(tmp_path / "run" / "e", "clean", {}, {})
-    for folders in ((tmp_path / "x",), (cut_short,), (other,), (step, step), ()):
+    for folders in ((tmp_path / "x",), (empty,), (cut_short,), (other,), (step, step), ()):
         assert field_of(refusal(partial(read_steps, folders))) == "--input"
-    assert field_of(refusal(partial(read_steps, [broken]))) == str(broken / "manifest.json")
+    for folder in (broken, listed):
+        assert field_of(refusal(partial(read_steps, [folder]))) == str(folder / "manifest.json")
     assert str(refusal(partial(read_steps, (step, step.parent)))).startswith(f"--input {step}: ")
 
 
