@@ -40,6 +40,8 @@ from tasks.readers.squad_scorer import (
     unanswered,
 )
 
+ONLY_2_0 = ("null_score_diff_threshold", "save_null_odds")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(FinetuneSettings):
@@ -52,7 +54,7 @@ class Settings(FinetuneSettings):
     )
     other_settings = (
         *FinetuneSettings.other_settings,
-        *("predictions", "save_predictions"),
+        *("predictions", "na_prob_file", "na_prob_thresh", "save_predictions", "save_null_odds"),
     )
 
     train_data: tuple[Path, ...] = ()
@@ -89,15 +91,26 @@ class Settings(FinetuneSettings):
     predictions: Path | None = None
     """JSON file of {question id: answer}, "" for no answer, to score in place of a model."""
 
+    na_prob_file: Path | None = None
+    """JSON file of {question id: number}, with --predictions; high where no answer is likely."""
+
+    na_prob_thresh: float | None = None
+    """A question whose number in --na-prob-file is above it counts as not answered; 1 if not
+    given."""
+
     save_predictions: Path | None = None
     """JSON file for the answers of the evaluated model, in the format of --predictions."""
+
+    save_null_odds: Path | None = None
+    """JSON file for the score of no answer minus that of the best answer, by question id."""
 
     checks: ChecksConfig = field(default_factory=ChecksConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         positive(self, "doc_stride", "max_query_length", "max_answer_length")
-        writable(self, "save_predictions")
+        for name in ("save_predictions", "save_null_odds"):
+            writable(self, name)
         for name in ("train_data", "valid_data"):
             files = getattr(self, name)
             if len(files) > 1:
@@ -116,7 +129,10 @@ class Settings(FinetuneSettings):
         tuned = "given for a fine-tuned model, without --train-data and --predictions"
         for name, is_refused, allowed in (
             ("predictions", bool(self.load or self.ensemble or trains), not_asked),
+            ("na_prob_file", not self.is_judged, "given with --predictions"),
+            ("na_prob_thresh", self.na_prob_file is None, "given with --na-prob-file"),
             ("save_predictions", trains or self.is_judged, tuned),
+            ("save_null_odds", trains or self.is_judged, tuned),
         ):
             if is_refused and (value := getattr(self, name)) is not None:
                 raise UsageError(flag(name), value, allowed)
@@ -124,7 +140,7 @@ class Settings(FinetuneSettings):
     @property
     def files(self) -> Sequence[Path]:
         """Input files only: output files may be left over from a previous run."""
-        further = [] if self.predictions is None else [self.predictions]
+        further = [each for each in (self.predictions, self.na_prob_file) if each is not None]
         return [*self.train_data, *self.valid_data, *further]
 
 
@@ -165,19 +181,24 @@ class SquadTask(Finetuning):
             is_left_out = found.odds > self.settings.null_score_diff_threshold
             marks = unanswered(squad, marks, is_left_out)
             answers |= {each: "" for each, out in zip(ids, is_left_out, strict=True) if out}
-        if (file := self.settings.save_predictions) is not None:
-            text = json.dumps(answers, indent=1, ensure_ascii=False)
-            write_atomically(file, text.encode() + b"\n")
+        _save(self.settings.save_predictions, answers)
+        _save(self.settings.save_null_odds, dict(zip(ids, found.odds.tolist(), strict=True)))
         return {**best, **figures(squad, marks)}
+
+
+def _save(file: Path | None, by_id: Mapping[str, str | float]) -> None:
+    if file is not None:
+        write_atomically(file, json.dumps(by_id, indent=1, ensure_ascii=False).encode() + b"\n")
 
 
 def prepare(settings: Settings, manifest: Mapping[str, Any], tokenizer: BertTokenizer) -> SquadTask:
     """Raises ValueError or OSError, naming the flag, for data that cannot be used."""
     check_apart(settings.train_data, settings.valid_data)
     valid = read_squad("--valid-data", settings.valid_data[0])
-    if valid.version == "1.1" and (value := settings.null_score_diff_threshold):
-        allowed = f"left out: every question of {valid.place}, SQuAD 1.1, has an answer"
-        raise UsageError("--null-score-diff-threshold", value, allowed)
+    for name in ONLY_2_0 if valid.version == "1.1" else ():
+        if (value := getattr(settings, name)) != getattr(Settings, name):
+            allowed = f"left out: every question of {valid.place}, SQuAD 1.1, has an answer"
+            raise UsageError(flag(name), value, allowed)
     counted: dict[str, Any] = {}
     train: Sequence[Example] = ()
     if settings.train_data:
@@ -236,7 +257,8 @@ def score_only(settings: Settings) -> dict[str, Any]:
     assert settings.predictions is not None
     # Only the texts of the right answers matter here, not their positions.
     squad = read_squad("--valid-data", settings.valid_data[0], most_misplaced=1.0)
-    found = score_file(squad, settings.predictions)
+    thresh = 1.0 if settings.na_prob_thresh is None else settings.na_prob_thresh
+    found = score_file(squad, settings.predictions, settings.na_prob_file, thresh)
     meanings = {
         **conventions(squad.version),
         "missing_predictions": "questions that --predictions lacks, which count as wrong",

@@ -8,12 +8,14 @@ is empty F1 is the exact match.
 
 from __future__ import annotations
 
+import json
 import re
 import string
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,10 @@ from tasks.readers.squad_data import Squad, Version
 ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 BESTS = {"best_exact": "exact_match", "best_f1": "f1"}
-CURE = 'one JSON object of {"question id": "answer"}, "" for no answer, would work'
+CURES: Mapping[type, str] = {
+    str: 'one JSON object of {"question id": "answer"}, "" for no answer, would work',
+    float: 'one JSON object of {"question id": number}, high where no answer is likely, would work',
+}
 EXACT = (
     "per cent of the questions whose answer is a right one, in lower case and without punctuation, "
     "articles and surplus blanks, as the official scorer compares them"
@@ -151,19 +156,58 @@ def _best_threshold(gains: NDArray[np.float64], odds: NDArray[np.float64]) -> tu
     return float(sums[best]), float(ranked[best])
 
 
-def score_file(squad: Squad, predictions: Path) -> dict[str, Any]:
-    """The figures of a file of predictions. Raises ValueError or OSError, naming flag and file;
-    warns of other ids, and of questions without an answer."""
-    place, ids = f"--predictions {predictions}", [each.id for each in squad.questions]
-    answers = read_json("--predictions", predictions, CURE)
-    if not isinstance(answers, dict) or not all(isinstance(each, str) for each in answers.values()):
-        raise ValueError(f"{place} is not of answers by question; {CURE}")
-    missing = [each for each in ids if each not in answers]
+def score_file(
+    squad: Squad, predictions: Path, na_prob_file: Path | None, threshold: float
+) -> dict[str, Any]:
+    """The figures of a file of predictions. Raises ValueError or OSError, naming flag and file.
+
+    na_prob_file: odds, from which the best thresholds are computed; a question whose odds are above
+    the threshold counts as not answered.
+    """
+    ids = [each.id for each in squad.questions]
+    answers, missing = read_by_id("--predictions", predictions, ids, str)
+    marks = mark(squad, answers)
+    best: dict[str, float] = {}
+    if na_prob_file is not None:
+        odds = _read_odds(na_prob_file, squad, missing)
+        answered = np.array([bool(answers[each]) for each in ids])
+        best = best_figures(squad, marks, answered, odds)
+        marks = unanswered(squad, marks, odds > threshold)
+    return {"missing_predictions": missing, **best, **figures(squad, marks)}
+
+
+def read_by_id(
+    flag: str, file: Path, ids: Sequence[str], kind: type[str] | type[float]
+) -> tuple[dict[str, Any], int]:
+    """(the file's values by question id, how many questions have none); warns of other ids."""
+    place, cure = f"{flag} {file}", CURES[kind]
+    values = read_json(flag, file, cure)
+    if not isinstance(values, dict):
+        raise ValueError(f"{place} is not an object; {cure}")
+    for name, value in values.items():
+        is_number = type(value) in (int, float) and isfinite(value)
+        if not (isinstance(value, str) if kind is str else is_number):
+            raise ValueError(f"{place}, question {name}: {json.dumps(value)[:60]}; {cure}")
+    missing = [each for each in ids if each not in values]
     if len(missing) == len(ids):
-        raise ValueError(f"{place} has none of the {len(ids)} questions of --valid-data; {CURE}")
-    if surplus := len(answers) - len(ids) + len(missing):
-        warnings.warn(f"{place}: {surplus} questions are not in --valid-data", stacklevel=2)
+        raise ValueError(f"{place} has none of the {len(ids)} questions of --valid-data; {cure}")
+    if surplus := len(values) - len(ids) + len(missing):
+        warnings.warn(f"{place}: {surplus} questions are not in --valid-data", stacklevel=3)
     if missing:
         text = f"{place} lacks {len(missing)} of {len(ids)} questions, such as {missing[0]}"
-        warnings.warn(text, stacklevel=2)
-    return {"missing_predictions": len(missing), **figures(squad, mark(squad, answers))}
+        warnings.warn(text, stacklevel=3)
+    return values, len(missing)
+
+
+def _read_odds(file: Path, squad: Squad, missing: int) -> NDArray[np.float64]:
+    """[questions]; raises ValueError unless odds and predictions have all questions."""
+    place = f"--na-prob-file {file}"
+    if squad.version == "1.1":
+        raise ValueError(f"{place}: {squad.place} is of SQuAD 1.1, which has no no-answer score")
+    ids = [each.id for each in squad.questions]
+    odds, without = read_by_id("--na-prob-file", file, ids, float)
+    if missing or without:
+        raise ValueError(
+            f"{place}: {missing} predictions and {without} numbers are missing; all would work"
+        )
+    return np.array([odds[each] for each in ids], np.float64)

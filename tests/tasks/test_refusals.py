@@ -38,8 +38,11 @@ WIKITEXT103 --load {gpt2} {valid} --overlapping-eval 17
 WIKITEXT103 --load {gpt2} {valid} --window 17
 SQUAD --valid-data {v2} --predictions {near} --doc-stride 9 | {squad} {v2} --doc-stride 0
 SQUAD --load {pre} --train-data {v2} --valid-data {v2} --save-predictions p
+SQUAD --load {pre} --train-data {v2} --valid-data {v2} --save-null-odds p
 {squad} {v2} --save-predictions {folder}/none/p | {squad} {v2} --predictions {near}
-{squad} {v1} {small} --null-score-diff-threshold 1 | {squad} {v2} --max-answer-length 0
+{squad} {v1} {small} --save-null-odds {folder}/o | {squad} {v2} --na-prob-file {near}
+{squad} {v1} {small} --null-score-diff-threshold 1 | {squad} {v2} --na-prob-thresh 0.5
+{squad} {v2} --max-answer-length 0
 """
 # By the field that the error names.
 ROWS = {

@@ -301,7 +301,7 @@ def test_real_questions_are_read_back(test_data: Path) -> None:
 def test_official_figures(test_data: Path) -> None:
     folder = test_data / "squad"
     squad = read_squad("--valid-data", folder / "dev-v2.0.json")
-    found = score_file(squad, folder / "bert_single_v2.0_predictions.json")
+    found = score_file(squad, folder / "bert_single_v2.0_predictions.json", None, 1.0)
     assert (round(found["exact_match"], 3), round(found["f1"], 3)) == (78.742, 81.775)
     counted = [found[f"{kind}questions"] for kind in ("", "has_answer_", "no_answer_")]
     assert (*counted, found["missing_predictions"]) == (11873, 5928, 5945, 0)
@@ -375,18 +375,49 @@ def test_best_threshold(squad: Squad) -> None:
             assert tried[found[f"{name}_threshold"]][of] == pytest.approx(most), trial
 
 
+def test_na_prob_file(squad: Squad, tmp_path: Path) -> None:
+    said = {"plain": "plain", "spain": "Spain", "snow": "rain", "hail": "rain"}
+    odds = {"plain": 0.1, "spain": 0.6, "snow": 0.4, "hail": 0.9}
+    files = write_json(tmp_path / "said.json", said), write_json(tmp_path / "odds.json", odds)
+    found = score_file(squad, *files, 0.5)
+    assert (found["exact_match"], found["has_answer_exact_match"]) == (50, 50)  # plain, hail
+    assert (found["best_exact"], found["best_exact_threshold"]) == (75, 0.1)
+    assert score_file(squad, *files, 0.6)["has_answer_exact_match"] == 100
+    found = score_file(squad, *files, 1.0)
+    assert (found["exact_match"], found["no_answer_exact_match"]) == (50, 0)
+
+
 def test_missing_predictions(squad: Squad, tmp_path: Path) -> None:
     file = write_json(tmp_path / "said.json", {"plain": "plain", "snow": "", "fog": "rain"})
     with pytest.warns(UserWarning, match="said.json") as warned:
-        found = score_file(squad, file)
+        found = score_file(squad, file, None, 1.0)
     assert len(warned) == found["missing_predictions"] == 2
     assert found["exact_match"] == 50
 
 
-@pytest.mark.parametrize("said", [["plain"], {"plain": 1}, {"fog": ""}])
-def test_answer_files_are_refused(squad: Squad, tmp_path: Path, said: Any) -> None:
-    file = write_json(tmp_path / "said.json", said)
-    assert field_of(refusal(lambda: score_file(squad, file))) == "--predictions"
+EVERY = dict.fromkeys(IDS, "")
+
+
+@pytest.mark.parametrize(
+    ("said", "odds", "named", "question"),
+    [
+        (["plain"], None, "--predictions", ""),
+        ({"plain": 1}, None, "--predictions", "question plain"),
+        ({"fog": ""}, None, "--predictions", ""),
+        (EVERY, {"plain": "x"}, "--na-prob-file", "question plain"),
+        (EVERY, {"plain": float("nan")}, "--na-prob-file", "question plain"),
+        (EVERY, {"plain": True}, "--na-prob-file", "question plain"),
+        (EVERY, {"plain": 1}, "--na-prob-file", ""),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:--na-prob-file")
+def test_answer_files_are_refused(
+    squad: Squad, tmp_path: Path, said: Any, odds: Any, named: str, question: str
+) -> None:
+    other = None if odds is None else write_json(tmp_path / "odds.json", odds)
+    error = refusal(lambda: score_file(squad, write_json(tmp_path / "said.json", said), other, 1.0))
+    assert field_of(error) == named
+    assert question in str(error)
 
 
 # The task
@@ -449,6 +480,9 @@ def test_first_version_always_answers(tmp_path: Path) -> None:
     figures = task.score({"": logits_of(task, -9)})
     assert figures == {"questions": 1, "exact_match": 100, "f1": 100}
     assert task.conventions.keys() == figures.keys()
+    files = [write_json(tmp_path / f"{each}.json", {"q": each}) for each in ("The", 1)]
+    error = refusal(lambda: score_file(read_squad("--valid-data", file), *files, 1.0))
+    assert field_of(error) == "--na-prob-file"
 
 
 def test_predictions_of_misplaced_answers(tmp_path: Path) -> None:
@@ -496,7 +530,7 @@ def test_trained_evaluated_and_scored_alone(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", words=RAIN)
     train = write_questions(tmp_path / "train.json", 96, 0)
     dev = write_questions(tmp_path / "dev.json", 24, 1)
-    save, said = tmp_path / "save", tmp_path / "said.json"
+    save, said, odds = tmp_path / "save", tmp_path / "said.json", tmp_path / "odds.json"
     flags = ["--load", str(model), "--train-data", train, "--valid-data", dev, *CUT, "--lr", "3e-3"]
     sizes = ["--global-batch-size", "16", "--micro-batch-size", "16"]
     tuned = result([*flags, *sizes, "--epochs", "3", "--save", str(save)], "SQUAD")
@@ -504,14 +538,19 @@ def test_trained_evaluated_and_scored_alone(tmp_path: Path) -> None:
     assert tuned["f1"] > 60 > 100 * tuned["no_answer_questions"] / tuned["questions"]
 
     flags = ["--load", tuned["seeds"][0]["checkpoints"]["last"], "--valid-data", dev, *CUT]
-    asked = result([*flags, "--save-predictions", str(said)], "SQUAD")
+    saves = ["--save-predictions", str(said), "--save-null-odds", str(odds)]
+    asked = result([*flags, *saves], "SQUAD")
     assert {key: asked[key] for key in asked["conventions"]} == pytest.approx(
         {key: tuned[key] for key in asked["conventions"]}, rel=1e-5
     )
+    assert json.loads(odds.read_text(encoding="utf-8")).keys() == {str(n) for n in range(24)}
     words = ["--valid-data", dev, "--predictions", str(said)]
     alone = result(words, "SQUAD")
     shared = alone["conventions"].keys() & asked.keys()
     assert {"f1", "has_answer_f1", "no_answer_f1", "exact_match"} < shared
     assert {key: asked[key] for key in shared} == {key: alone[key] for key in shared}
     assert [Path(each["file"]).name for each in alone["data"]] == ["dev.json", "said.json"]
+    by_odds = result([*words, "--na-prob-file", str(odds), "--na-prob-thresh", "0"], "SQUAD")
+    shared = {key for key in by_odds["conventions"].keys() & asked.keys() if "best" not in key}
+    assert {key: by_odds[key] for key in shared} == {key: asked[key] for key in shared}
     assert "--lr" in "".join(warnings_of([*words, "--lr", "3", "--epochs", "9"], "SQUAD"))
