@@ -101,12 +101,14 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
         exit_code = SIGNALS.get(end, 0)
         step, metrics = run.state.step, loop.metrics
         metrics.write({"step": step, "ended": end, "exit_code": exit_code})
-        message = f"ended by {end}; the same command with --load goes on"
+        checkpoint = config.checkpoint
+        load = "" if checkpoint.load == checkpoint.save else f" with --load {checkpoint.save}"
+        message = f"ended by {end}; the same command{load} goes on"
         if step == first_step:
             message = "nothing was trained"
         elif end == "train_iters":
             message = f"done: --train-iters {run.config.training.steps}"
-        elif config.checkpoint.save is None:
+        elif checkpoint.save is None:
             message = f"ended by {end}; without --save nothing is kept"
         metrics.log(f"step {step} | {message}")
         if exit_code:

@@ -1,8 +1,9 @@
 """Runs an experiment: stages of commands, each as a user types it at the root of the repository.
 
-A finished stage leaves a stamp in OUTPUT/stages. It is reused while its commands, the contents of
-its inputs and the sizes of its outputs stay the same. Once a stage has run, so do all later
-ones that are not independent.
+A stage leaves a stamp in OUTPUT/stages. A finished one is reused while its commands, the contents
+of its inputs and the sizes of its outputs stay the same. An interrupted one starts anew, or goes on
+from its outputs, as a training does. Once a stage has run, so do all later ones that are not
+independent.
 """
 
 import contextlib
@@ -100,6 +101,8 @@ class Stage:
     """Files whose contents matter; outputs of earlier stages need not be listed."""
     outputs: Sequence[Path] = ()
     """Files and folders that the stage writes; removed before it runs."""
+    goes_on: bool = False
+    """Whether its commands go on from its outputs; then they are kept if it was interrupted."""
     is_independent: bool = False
     """Whether it reads no output of earlier stages; then it is reused even if they run again."""
     check: Callable[[], None] = lambda: None
@@ -280,41 +283,59 @@ def run_stages(
     for number, (stage, file) in enumerate(zip(stages, stamp_files, strict=True), start=1):
         title = f"[{number}/{len(stages)}] {stage.name}"
         stamp = json.loads(file.read_bytes()) if file.exists() else {}
-        same_outputs = stamp.get("outputs") == stage.output_sizes(output)
-        if same_outputs and stamp["fingerprint"] == stage.fingerprint():
+        is_same = bool(stamp) and stamp["fingerprint"] == stage.fingerprint()
+        if is_same and stamp["outputs"] == stage.output_sizes(output):
             print(f"{title}: reused, finished before in {duration(stamp['seconds'])}", flush=True)
             stamps[stage.name] = stamp
             continue
-        file.unlink(missing_ok=True)
-        for later, its_file in zip(stages[number:], stamp_files[number:], strict=True):
-            if not later.is_independent:
-                its_file.unlink(missing_ok=True)
-        for path in stage.outputs:
-            remove(path)
-        print(title, flush=True)
-        start = time.monotonic()
+        seconds = 0.0
+        if stage.goes_on and is_same and stamp["outputs"] is None:
+            seconds = stamp["seconds"]
+            print(f"{title}: goes on, interrupted before after {duration(seconds)}", flush=True)
+        else:
+            file.unlink(missing_ok=True)
+            for later, its_file in zip(stages[number:], stamp_files[number:], strict=True):
+                if not later.is_independent:
+                    its_file.unlink(missing_ok=True)
+            for path in stage.outputs:
+                remove(path)
+            print(title, flush=True)
         stage.check()
-        for batch in [stage.commands] if stage.is_parallel else [[c] for c in stage.commands]:
-            run_commands(stage.name, batch, output)
+        commands = [str(command) for command in stage.commands]
+        stamp = {"fingerprint": stage.fingerprint(), "commands": commands}
+        start = time.monotonic() - seconds
+        try:
+            write_stamp(file, stamp, None, start)
+            for batch in [stage.commands] if stage.is_parallel else [[c] for c in stage.commands]:
+                run_commands(stage.name, batch, output)
+        except BaseException:
+            with contextlib.suppress(OSError):  # such as a full disk, which the error reports
+                write_stamp(file, stamp, None, start)
+            raise
         for path in stage.outputs:
             if not path.exists():
                 raise StageError(f"stage {stage.name} ended well but left no {path}")
-        stamp = {
-            "fingerprint": stage.fingerprint(),
-            "outputs": stage.output_sizes(output),
-            "seconds": round(time.monotonic() - start, 2),
-            "commands": [str(command) for command in stage.commands],
-        }
-        write_atomically(file, json.dumps(stamp, indent=1).encode())
+        write_stamp(file, stamp, stage.output_sizes(output), start)
         print(f"{title}: {duration(stamp['seconds'])}", flush=True)
         stamps[stage.name] = stamp
     return stamps
 
 
+def write_stamp(
+    file: Path, stamp: dict[str, Any], outputs: dict[str, int] | None, start: float
+) -> None:
+    """outputs: their sizes; None until the stage has ended. start: in seconds of time.monotonic."""
+    stamp |= {"outputs": outputs, "seconds": round(time.monotonic() - start, 2)}
+    write_atomically(file, json.dumps(stamp, indent=1).encode())
+
+
 def clear(output: Path, paths: Iterable[Path]) -> None:
     """Remove the paths, all files that stamps name, and the stamps and logs."""
     for file in (output / STAMPS).glob("*.json"):
-        for name in json.loads(file.read_bytes())["outputs"]:
+        outputs = json.loads(file.read_bytes())["outputs"]
+        if outputs is None:
+            remove(file)  # first, as the stage would go on from what is left
+        for name in outputs or ():
             remove(output / name)
     for path in paths:
         remove(path)

@@ -165,12 +165,13 @@ def pretrain_stage(
     processes = runner.fit_processes(runner.parse_training(config, words), machine)
     words += ["--micro-batch-size", processes.micro_batch_size, "--data-path", data]
     checkpoints, metrics = folder / "checkpoints", folder / "metrics.jsonl"
-    words += ["--save", checkpoints, "--metrics-file", metrics]
+    words += ["--save", checkpoints, "--load", checkpoints, "--metrics-file", metrics]
     return Stage(
         name=name,
         commands=[runner.torchrun(processes, program, *words)],
         inputs=[preset],
         outputs=[checkpoints, metrics, folder / "run.json"],
+        goes_on=True,
         check=check,
     )
 

@@ -298,7 +298,7 @@ NAMED = [  # (kind, of whom, rank, a line that is the cause, lines that are not)
         [f"rank 0 of 2 {LOST}"],
     ),
     (
-        "terminate", OF_RANK, 1, "step 9 | ended by SIGTERM; the same command with --load goes on",
+        "terminate", OF_RANK, 1, "step 9 | ended by SIGTERM; the same command goes on",
         ["W Sending process 4711 closing signal SIGTERM", "Signal 15 (SIGTERM) received by PID 4"],
     ),
     (

@@ -133,7 +133,7 @@ def test_compared_runs_are_alike() -> None:
         assert differing(one, other) == {"--residual-order", "--metrics-file"}
     stages = {stage.name: stage for stage in experiments()["figure6"]}
     for name in SIZES[1:]:
-        flags = {"--num-layers", "--hidden-size", "--save", "--metrics-file"}
+        flags = {"--num-layers", "--hidden-size", "--save", "--load", "--metrics-file"}
         assert differing(stages[SIZES[0]].commands[0], stages[name].commands[0]) == flags
     for task in ("wikitext103", "lambada"):
         first, *others = stages[task].commands

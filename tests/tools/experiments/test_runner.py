@@ -101,6 +101,35 @@ def test_independent_stages_are_reused_after_others(tmp_path: Path) -> None:
     assert ran([*stages[:2], fake(tmp_path, "c", "x")], tmp_path) == ["b", "c"]
 
 
+def test_interrupted_stage_goes_on(tmp_path: Path) -> None:
+    """It fails in each start but the third; its seconds are those of all starts."""
+    text = "import pathlib, sys; file = pathlib.Path(sys.argv[1]); file.parent.mkdir(exist_ok=True)"
+    text += "; file.open('a').write('x'); sys.exit(len(file.read_text()) < 3)"
+    out = tmp_path / "out"
+    command = script(text, out / "b" / "steps")
+    long = Stage(name="b", commands=(command,), outputs=(out / "b",), goes_on=True)
+    stages, mark = [fake(out, "a", "x"), long], out / "stages" / "b.json"
+
+    def interrupt(stage: Stage) -> str:
+        with pytest.raises(StageError):
+            run_stages([stages[0], stage], out, PROGRAM)
+        return (out / "b" / "steps").read_text()
+
+    assert interrupt(replace(long, goes_on=False)) == "x"
+    assert interrupt(replace(long, goes_on=False)) == "x"
+    assert interrupt(long) == "xx"
+    mark.write_text(json.dumps(json.loads(mark.read_text()) | {"seconds": 3600}))
+    assert run_stages(stages, out, PROGRAM)["b"]["seconds"] > 3600
+    (out / "b" / "steps").write_text("xx")  # it has ended: another file is no interruption
+    assert interrupt(long) == "x"
+    stages[0] = fake(out, "a", "y")  # it would go on from what it made of another "a"
+    assert interrupt(long) == "x"
+    assert interrupt(replace(long, commands=[replace(command, argv=(*command.argv, "y"))])) == "x"
+    with cut_off(1, "tools.experiments.runner.remove"):
+        run_stages(stages, out, PROGRAM, fresh=True)
+    assert interrupt(long) == "x"
+
+
 def test_failure_names_stage_cause_and_command(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +143,6 @@ def test_failure_names_stage_cause_and_command(
     assert f"cd {ROOT} && OMP_NUM_THREADS=1 {sys.executable} -c 'import sys;" in second
     assert "Traceback" in (tmp_path / "stages" / "b.log").read_text()
     assert capfd.readouterr().err == "warm\n"
-    assert sorted(path.stem for path in tmp_path.glob("stages/*.json")) == ["a"]
     monkeypatch.chdir(tmp_path)
     assert "more in stages/b.log" in failure(Stage(name="b", commands=(fails,)), tmp_path)
     assert runner.to_open(ROOT / "runs" / "report.html") == f"{ROOT}/runs/report.html"
