@@ -420,6 +420,14 @@ def test_checks_of_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     at_least(Own(workers=None), workers=1)
 
 
+@pytest.mark.parametrize(("mode", "depth"), [("2d", 1), ("2.5d", 2), ("3d", 1)])
+def test_a_grid_of_side_1_is_a_warning(mode: Any, depth: int) -> None:
+    fields = {"tensor_parallel_mode": mode, "tensor_parallel_depth": depth}
+    alone = TrainingParallelConfig(tensor_model_parallel_size=depth, **fields)
+    with pytest.warns(UserWarning, match=f"{GRID} {mode}"):
+        alone.check(2)
+
+
 def test_a_sequence_that_nothing_shares_out_is_a_warning() -> None:
     alone = TrainingParallelConfig(sequence_parallel=True)
     assert not alone.cuts_stream
