@@ -158,7 +158,7 @@ def test_ctrl_c_saves_and_is_no_reason_to_requeue(folder: Path, tmp_path: Path) 
         run.wait_for(lambda: "step 3/" in run.text(0))
         run.signal(signal.SIGINT)
         assert run.wait() == [130, 130], run.text()
-        assert "--load" in run.text()
+        assert "ended by SIGINT" in run.text()
     assert list(tmp_path.glob("step_*"))
 
 

@@ -178,7 +178,9 @@ def test_fp16_logs_scale_and_skipped_steps(tmp_path: Path) -> None:
 
 def test_a_run_records_how_it_ended(tmp_path: Path) -> None:
     words = f"--train-iters 2 --exit-interval 1 --metrics-file {tmp_path}/m.jsonl"
-    for more, says_load in (("", False), (f"--save {tmp_path}/saved", True)):
+    one, own = tmp_path / "saved", tmp_path / "own"
+    says = {"": False, f"--save {one}": True, f"--save {own} --load {own}": False}
+    for more, says_load in says.items():
         text = finished(f"{words} {more}", folder=tmp_path)
         assert ("--load" in text.splitlines()[-1]) == says_load
         assert lines(tmp_path)[-1] == {"step": 1, "ended": "exit_interval", "exit_code": 0}
