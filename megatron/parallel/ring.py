@@ -131,7 +131,8 @@ class _RingAttention(torch.autograd.Function):
             # Its exponentials in the backward are then 0; beside the mask's own log-sum-exp, which
             # kernels round, they might be infinite.
             lse.masked_fill_(nowhere, 0.0)
-        out = out.to(q.dtype)
+        # A copy while compiling: else all gradients are 0 in fp32, see _Normalise in regions.py.
+        out = out.to(q.dtype, copy=torch.compiler.is_compiling())
         ctx.save_for_backward(q, k, v, out, lse, starts, lengths, keys)
         ctx.axis, ctx.is_causal, ctx.dropout = axis, is_causal, dropout
         return out
