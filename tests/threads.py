@@ -154,7 +154,9 @@ def run(mode: str, sizes: dict[str, int], function: Callable[..., Any], *argumen
 
     def on_rank(mesh: Mesh) -> Any:
         try:
-            return function(mesh, *arguments)
+            # Else one thread of torch runs the backwards of all ranks on a GPU, and waits for ever.
+            with torch.autograd.set_multithreading_enabled(False):
+                return function(mesh, *arguments)
         except BaseException as error:
             failures.append(error)
             fake.abort()
