@@ -125,6 +125,8 @@ def train_step(
     if overflowed and not scaler.may_skip():
         what = "loss" if bad_losses else "gradient"
         replay = partial(forward_backward, state, micro_batches, counts)
+        del run
+        state.graph = None  # it keeps the memory of a step, which the diagnosis repeats
         raise non_finite(state, micro_batches, what, replay)
     state.step += 1
     state.samples += sum(batch.num_samples for batch in micro_batches) * mesh.batch.size

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest.mock import Mock, patch
+from weakref import ref
 
 import pytest
 import torch
@@ -32,8 +33,9 @@ from megatron.parallel.context import local_tokens
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.offload import on_host
 from megatron.parallel.zero3 import GatheredBucket
+from megatron.train import diagnose
 from megatron.train.compiled import WARM_UP, StepGraph, choose_graph, compile_layers, keeps
-from megatron.train.diagnose import find_first
+from megatron.train.diagnose import NonFiniteError, find_first
 from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward, train_step
 from tests.bert import bert_config, bert_samples
@@ -519,6 +521,19 @@ def test_graph_of_another_shape() -> None:
     assert graphed.graph.replay is None  # it was given up for the 4, and no other is recorded yet
     assert steps(graphed, samples, [2]) == steps(plain, samples, [2])
     assert graphed.graph.replay is not None
+
+
+def test_a_diagnosis_has_the_memory_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A private pool's, which no other tensor gets."""
+    _, graphed = two_states("gpt2")
+    steps(graphed, samples, [2] * STEPS)
+    assert graphed.graph is not None
+    graph, alive = ref(graphed.graph), list[bool]()
+    monkeypatch.setattr(diagnose, "find_first", lambda *_: alive.append(graph() is not None))
+    graphed.model.final_norm.weight.data.fill_(torch.nan)
+    with pytest.raises(NonFiniteError):
+        steps(graphed, samples, [2])
+    assert alive == [False]
 
 
 @pytest.mark.parametrize(
