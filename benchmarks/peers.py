@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from timeit import repeat
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from benchmarks.harness import Figures, Rank, Turn
 from benchmarks.plain_gpt2 import PlainGPT2
-from benchmarks.steps import LEARNING_RATE, SEED, batch_of, draw, dtype_of, precision_of, read
+from benchmarks.steps import LEARNING_RATE, SEED, batches_of, draw, dtype_of, precision_of, read
 from megatron.config.model import ModelConfig
 from megatron.config.pretrain import PretrainConfig, PretrainGPT2Config
 from megatron.data.images import ImageBatch
@@ -89,9 +89,10 @@ class Training:
     loss: Callable[[Tensor, Tensor], Tensor]
     models: int = 1
     autocast: bool = False
-    number: int = 0
 
     def __post_init__(self) -> None:
+        own = self.rank.rank % self.models
+        self.batches = batches_of(self.config, own, self.models)
         self.parameters = list(self.model.parameters())
         self.adamw = self.optimizer()
 
@@ -117,9 +118,7 @@ class Training:
 
     def __call__(self) -> Figures:
         """A turn is one update; the loss is that before the update."""
-        own, device = self.rank.rank % self.models, self.rank.device
-        batch: Any = batch_of(self.config, self.number, own, self.models)
-        self.number += 1
+        device, batch = self.rank.device, cast(Any, next(self.batches)[0])
         inputs = batch.images if isinstance(batch, ImageBatch) else batch.tokens
         inputs, labels = to_device(device, inputs, batch.labels)
         self.adamw.zero_grad(set_to_none=True)

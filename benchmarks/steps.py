@@ -7,8 +7,9 @@ how many it has. Samples are random tokens, a function of their number, so that 
 
 from __future__ import annotations
 
+import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from megatron.data.batch import Batch
 from megatron.parallel.mesh import ControlGroup, Mesh, build_mesh
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.parallel.sharding import ShardingSpec
+from megatron.train.inputs import prefetch
 from megatron.train.machine import choose_compile
 from megatron.train.pipelining import plan_of_run
 from megatron.train.state import DTYPES, TrainState, build_state
@@ -62,6 +64,21 @@ def read(
     config = replace(given, training=replace(given.training, global_batch_size=samples))
     config.check(ranks)
     return config
+
+
+def batches_of(
+    config: PretrainConfig, rank: int = 0, ranks: int = 1, count: int = 1
+) -> Iterator[list[Batch]]:
+    """The micro-batches of each step, see batch_of; count: their number. As in a training, they are
+    made while the step before runs: 16 x 1024 tokens take a host 0.7 ms."""
+    size = config.training.micro_batch_size
+    return prefetch(
+        open_samples(config)[0],
+        range(0, sys.maxsize, size * ranks * count),
+        micro_batch_size=size,
+        data_rank=rank,
+        data_size=ranks,
+    )
 
 
 def precision_of(config: PretrainConfig) -> str:
@@ -162,11 +179,12 @@ class Run:
     state: TrainState
     count: int = 1
 
+    def __post_init__(self) -> None:
+        data = self.state.mesh.batch
+        self.batches = batches_of(self.config, data.rank, data.size, self.count)
+
     def __call__(self) -> dict[str, Any]:
-        data, first = self.state.mesh.batch, self.state.step * self.count
-        numbers = range(first, first + self.count)
-        batches = [batch_of(self.config, each, data.rank, data.size) for each in numbers]
-        result = train_step(self.state, batches, LEARNING_RATE)
+        result = train_step(self.state, next(self.batches), LEARNING_RATE)
         return {"loss": result.loss, "tokens": result.tokens}
 
 

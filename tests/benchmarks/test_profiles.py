@@ -69,6 +69,7 @@ KERNELS = {  # as torch, its compiler, cuBLAS, cuDNN and NCCL name them, and ope
         "flash_fwd_kernel",
         "void pytorch_flash::flash_bwd_dot_do_o_kernel<true, Flash_bwd_kernel_traits<64, 128>>",
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x64x64_4x1x1",
+        "void cudnn::fusion::convert_dq_to_16bits<true, __nv_bfloat16, 128>",
         "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<...>)",
         "triton_tem_fused_flex_attention_0",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
