@@ -150,13 +150,13 @@ def test_a_list_of_weights_is_updated(
     betas = config.adam_beta1, config.adam_beta2
     theirs = torch.optim.AdamW(groups, lr=1e-2, betas=betas, eps=config.adam_eps)
     adam = make(segments, config)
-    for step in range(3):
+    for step, factor in enumerate((1.0, 0.5, 0.0, 0.25)):  # of 0: a step that is skipped
         for segment, each in zip(segments, plain, strict=True):
-            segment.gradient.copy_(gradient := random(len(each), seed=step))
-            each.grad = 0.5**step * gradient
-        factor = torch.full((), 0.5**step, dtype=torch.float64, device=device)
-        adam.step(1e-2, factor)  # one factor for all steps would change nothing
-        theirs.step()
+            segment.gradient.copy_(gradient := random(len(each), seed=step) / (factor > 0))
+            each.grad = factor * gradient
+        adam.step(1e-2, torch.full((), factor, dtype=torch.float64, device=device))
+        if factor:  # one for all steps would change nothing
+            theirs.step()
     for segment, each in zip(segments, plain, strict=True):
         assert error(segment.weight, each.detach()) < 100 * torch.finfo(dtype).eps
         if make is CompiledAdam:
