@@ -421,7 +421,8 @@ def test_an_unmodified_model_takes_what_our_own_takes(kind: str, tmp_path: Path)
     native, found = step_of(kind, f"{own} {common}"), step_of("huggingface", unmodified)
     assert found.model.local == native.model.local
     assert found.parameters == native.parameters
-    assert matmul_flops(found) == matmul_flops(native)
+    # A matmul computes the angles of rotary positions in transformers 5.17.
+    assert matmul_flops(found) == pytest.approx(matmul_flops(native), rel=1e-5)
     assert sent(found, "tensor") == sent(native, "tensor")
     assert found.flops == native.flops
     file = tmp_path / "found.json"
