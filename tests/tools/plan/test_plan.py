@@ -424,7 +424,7 @@ def test_an_unmodified_model_takes_what_our_own_takes(kind: str, tmp_path: Path)
     # A matmul computes the angles of rotary positions in transformers 5.17.
     assert matmul_flops(found) == pytest.approx(matmul_flops(native), rel=1e-5)
     assert sent(found, "tensor") == sent(native, "tensor")
-    assert found.flops == native.flops
+    assert found.flops == pytest.approx(native.flops, rel=1e-5)
     file = tmp_path / "found.json"
     words = f"--kind huggingface {unmodified} --gpus 2 --hardware dgx2h --json {file}"
     assert main(words.split(), {}) == 0
