@@ -1,5 +1,5 @@
-"""Softmax of logits by two compiled functions, for GPUs. Each reads the logits once; no tensor of
-their size is kept in fp32. cross_entropy.py has the formulas and an in-place softmax for CPUs.
+"""Softmax of logits by two compiled functions, for GPUs, each one kernel; no tensor of their size is
+kept in fp32. cross_entropy.py has the formulas and an in-place softmax for CPUs.
 """
 
 from __future__ import annotations
