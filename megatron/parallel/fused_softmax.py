@@ -1,4 +1,4 @@
-"""Softmax of logits by two compiled functions, for GPUs, each one kernel; no tensor of their size is
+"""Softmax of logits by two compiled functions for GPUs, one kernel each. No tensor of their size is
 kept in fp32. cross_entropy.py has the formulas and an in-place softmax for CPUs.
 """
 
