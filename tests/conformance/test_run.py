@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -486,7 +487,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     record = json.loads(file.read_text())
     assert record["status"] == 0
     result = record["models"]["gpt2"]
-    assert result["versions"]["torch"] == torch.__version__
+    assert result["versions"]["torch"] == version("torch")
     first, second = result["division"]
     assert first["flops"]["times"] == second["flops"]["times"] == 1
     assert len(second["parameters"]["bytes"]) == 2
