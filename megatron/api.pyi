@@ -129,6 +129,7 @@ from .train.step import (
     StepResult as StepResult,
 )
 from .train.evaluate import mean_losses as mean_losses
+from .train.objectives import WholeLogitsLoss as WholeLogitsLoss
 from .optim.schedule import learning_rate as learning_rate
 from .train.callbacks import (
     Callback as Callback,

@@ -57,15 +57,17 @@ class WholeLogitsLoss:
         model: Any,
         mesh: Mesh,
         function: Callable[[Tensor, Any], Tensor],
-        denominator: Callable[[Any], float],
+        denominator: Callable[[Any], float] | None = None,
     ) -> None:
         """model: one with `logits`, such as GPT2. function: takes the logits [n, vocabulary], fp32
         or wider, and the batch; returns the sum of the loss, a scalar. denominator: takes a batch;
-        returns the denominator of the mean. Under context parallelism see Objective."""
+        returns the denominator of the mean, by default the model's. Under context parallelism a
+        batch has this rank's tokens, and both are added over the ranks, too."""
         self.model, self.mesh, self.function, self.denominator = model, mesh, function, denominator
 
     def denominators(self, batch: Any) -> list[float]:
-        return [self.denominator(batch)]
+        own = self.denominator
+        return self.model.denominators(batch) if own is None else [own(batch)]
 
     def loss(self, x: Tensor, batch: Any, loss_scales: Tensor) -> Tensor:
         logits = gather_with_gradient(self.model.logits(x), -1, self.mesh.vocabulary)

@@ -90,9 +90,10 @@ def test_a_model_is_trained_resumed_at_another_layout_and_generated_from(tmp_pat
     words += "--eval-iters 0 --data-path text --log-interval 1 --lr 1e-2 --lr-decay-iters 4 "
     start = partial(run, "pretrain.py", folder=tmp_path)
     whole = (*words.split(), "--train-iters", 4, "--metrics-file")
-    for kind in ("mine:KIND", "gpt2"):
-        start("--model", kind, *whole, f"{kind[:4]}.jsonl", world=1)
-    saved = ("--model", "mine:KIND", *words.split(), "--save", "save")
+    mine = ("--model", "mine:KIND", "--label-smoothing", 0.1)
+    start(*mine, *whole, "mine.jsonl", world=1)
+    start("--model", "gpt2", *whole, "gpt2.jsonl", world=1)
+    saved = (*mine, *words.split(), "--save", "save")
     start(*saved, "--train-iters", 2, "--tensor-model-parallel-size", 2, world=2)
     start(*saved, "--train-iters", 4, "--load", "save", world=2)  # data parallel
     losses = values_of(tmp_path / "mine.jsonl")
