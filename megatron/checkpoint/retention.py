@@ -11,6 +11,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,6 +27,8 @@ from megatron.parallel.mesh import Mesh
 
 # Errors of a file system that has no locks, or none for folders.
 _NO_LOCKS = (errno.ENOLCK, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS)
+# Seconds after which NFS no longer says from memory that a new folder is missing.
+_APPEARS = 60
 # Leftovers of killed saves; the last is of earlier versions.
 _LEFTOVERS = (".step_*.partial", ".step_*.removed", "latest.tmp*")
 
@@ -35,15 +38,17 @@ def claim(directory: str | None, mesh: Mesh) -> Iterator[None]:
     """Hold a --save directory for this run: the first rank makes it, locks it and writes there.
 
     A `directory` of None claims nothing. The lock ends with the process, however it ends. Raises
-    OSError, the same on every rank, if another run holds the directory or it cannot be written to.
-    Folders that it made and that are still empty at the end are removed. Every rank calls this.
+    OSError, the same on every rank, if another run holds the directory or it cannot be written to;
+    warns of ranks that do not see it. Folders that it made and that are still empty at the end are
+    removed. Every rank calls this.
     """
-    path, held = Path(directory or ""), ExitStack()
+    path, held, marked = Path(directory or ""), ExitStack(), ExitStack()
     missing = list[Path]()  # the folders to make, the innermost first
 
-    def take() -> None:
+    def take() -> str:
+        """The name of a file in it, which is there until `marked` is closed."""
         if directory is None or not mesh.is_first:
-            return
+            return ""
         try:
             missing.extend(folder for folder in (path, *path.parents) if not folder.exists())
             path.mkdir(parents=True, exist_ok=True)
@@ -56,10 +61,11 @@ def claim(directory: str | None, mesh: Mesh) -> Iterator[None]:
                     raise
                 text = f"--save {path}: this file system has no locks: keep other runs away"
                 warnings.warn(text, stacklevel=2)
-            with tempfile.NamedTemporaryFile(dir=path, prefix=".claim-") as file:
-                file.write(b"something\n")
-                file.flush()
-                os.fsync(file.fileno())
+            file = tempfile.NamedTemporaryFile(dir=path, prefix=".claim-")  # noqa: SIM115
+            marked.enter_context(file)
+            file.write(b"something\n")
+            file.flush()
+            os.fsync(file.fileno())
         except BlockingIOError as error:
             missing.clear()  # they are the other run's
             allowed = "a directory that no other run writes to: wait for its end"
@@ -67,10 +73,25 @@ def claim(directory: str | None, mesh: Mesh) -> Iterator[None]:
         except OSError as error:
             cause = error.strerror or error
             raise UsageError("--save", path, f"a directory to write to ({cause})") from error
+        return Path(file.name).name
+
+    def is_seen(name: str) -> bool:
+        end = time.monotonic() + _APPEARS
+        while not (path / name).exists():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.5)
+        return True
 
     with held:
         try:
-            on_all_ranks(mesh, take)
+            with marked:
+                name = mesh.control.gather(on_all_ranks(mesh, take))[0]
+                seen = mesh.control.gather(not name or is_seen(name))
+            if mesh.is_first and not all(seen):
+                ranks = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
+                text = f"--save {path}: not seen by rank {ranks}: hosts have to share this folder"
+                warnings.warn(text, stacklevel=2)
             yield
         finally:
             for folder in missing:

@@ -9,14 +9,17 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import chdir, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from megatron.checkpoint import retention
 from megatron.checkpoint.format import read_manifest, step_folders
 from megatron.checkpoint.retention import claim
 from megatron.checkpoint.save import SaveReport
@@ -301,3 +304,17 @@ def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
     error = str(refusal(claim(f"{directory}/file", mesh).__enter__))
     assert error.startswith(f"--save {directory}/file: ")
     assert mesh.control.gather(error) == [error] * 2
+
+
+@on_ranks(2)
+def test_a_folder_that_one_host_has_is_a_warning(tmp_path: Path) -> None:
+    mesh = mesh_of_ranks(1)
+    own = tmp_path / ("one" if mesh.is_first else "other")
+    own.mkdir()
+    with chdir(own), patch.object(retention, "_APPEARS", 0):
+        with warnings.catch_warnings(record=True) as warned, claim("save", mesh):
+            assert [str(each.message).partition(": hosts")[0] for each in warned] == (
+                ["--save save: not seen by rank 1"] * mesh.is_first
+            )
+        with warnings.catch_warnings(record=True) as warned, claim(str(tmp_path), mesh):
+            assert not warned
