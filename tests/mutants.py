@@ -1666,6 +1666,77 @@ inputs-of-a-stage-have-the-dtype-of-other-batches
 the-tenth-stage-comes-before-the-ninth | parallel/test_stages::test_the_copies
 - sorted(members, key=lambda each: int(each.partition(".")[0]))
 + sorted(members)
+@ megatron/data/batch.py | parallel/test_context::test_each_rank
+tokens-that-are-taken-twice-have-other-places
+- {"token_order": order if self.token_order is None else self.token_order[order]}
++ {"token_order": order}
+@ megatron/data/bert.py | data/test_bert::test_short
+a-run-of-sentences-that-just-fits-is-too-long
+- block[start] + target, "right")
++ block[start] + target)
+@ megatron/data/images.py | data/test_images::test_a_changed
+labels-are-no-part-of-the-content
+- digest.update(labels.tobytes())
++ pass
+colors-without-deviation-are-divided-by-0 | data/test_images::test_images_of_one
+- sqrt(max(each, 0)) / 255 or 1.0
++ sqrt(max(each, 0)) / 255
+@ megatron/data/sources.py | data/test_sources::test_unshuffled
+sentences-in-order-are-a-warning
+- if not about.shuffled and about.sentences is None:
++ if not about.shuffled:
+@ megatron/data/text_checks.py | tasks/test_inputs::test_length
+a-share-below-that-of-unknown-tokens-is-said-to-work
+- math.ceil(100 * share)
++ round(100 * share)
+@ megatron/data/tokenizer.py | data/test_tokenizer::test_ids
+a-gap-between-ids-shrinks-the-vocabulary
+- max(vocabulary.values(), default=-1) + 1
++ len(vocabulary)
+@ megatron/checkpoint/load.py | checkpoint/test_faults::test_the_folders
+each-rank-looks-at-its-own-folders
+- folders = mesh.control.gather(list(folders))[0]
++ folders = list(folders)
+@ megatron/checkpoint/resume.py | checkpoint/test_resume::test_default
+an-optimizer-older-than-its-setting-is-any
+- config.resume != "free" or rules.get(flag(each.name)) == "state"
++ config.resume != "free"
+@ megatron/config/launch.py | config/test_parse::test_a_signal_goes
+a-signal-after-another-reason-is-lost
+- if is_first or (reason in SIGNALS and self.received not in SIGNALS):
++ if is_first:
+@ megatron/huggingface/replacements.py | models/test_unmodified::test_dropout_of
+dropout-of-more-rows-than-keys
+- keys is None or len(keys) == x.shape[:-1].numel()
++ True
+@ megatron/models/build.py | models/test_kinds::test_a_parameter
+a-name-that-begins-like-a-module-is-of-it
+- name.startswith(f"{module}.")
++ name.startswith(module)
+@ megatron/models/gpt.py | tasks/test_finetune::test_dropout_differs
+options-of-neighbours-drop-the-same
+- batch.numbers[:, None] * several + torch
++ batch.numbers[:, None] + torch
+@ megatron/models/hf_folder.py | models/test_hf_weights::test_files
+the-last-of-two-files-has-the-tensor
+- if key in files:
++ if False:
+@ megatron/train/diagnose.py | train/test_diagnose::test_an_earlier
+the-first-that-ran-is-named
+- finding if local is None else min(finding, local)
++ local or finding
+@ megatron/train/state.py | train/test_trained::test_pure
+narrow-moments-are-loaded-as-wide-ones
+- (saved_dtype.itemsize < 4) != (dtype.itemsize < 4)
++ False
+@ megatron/train/watch.py | train/test_watch::test_a_phase
+a-phase-that-comes-again-begins-anew
+- Progress.seconds.get(last, 0.0) + now - began
++ now - began
+@ megatron/parallel/initialize.py | parallel/test_sharding::test_kernels
+stages-of-a-rank-draw-the-same
+- micro_batch, *where, *stage)
++ micro_batch, *where)
 """
 
 EQUIVALENT = r"""

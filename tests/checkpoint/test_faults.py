@@ -235,6 +235,17 @@ def test_what_is_damaged_is_named_and_passed_over(path: Path, damage: str) -> No
     refusal(find, str(path), str(newest.path), field="--from", lines=9)
 
 
+def newest_of(path: Path) -> str:
+    """Each rank has another order of the folders."""
+    mesh, folders = mesh_of_ranks(2), step_folders(path.parent)
+    ordered = folders if mesh.is_first else folders[::-1]
+    return newest_whole(ordered, mesh, any_loop=True)[0].path.name
+
+
+def test_the_folders_of_the_first_rank_are_looked_at(gloo: Pool, path: Path) -> None:
+    assert gloo.run(2, newest_of, path) == [path.name] * 2
+
+
 def damage_found(path: Path) -> str:
     return str(refusal(lambda: verify(path, mesh_of_ranks(2))))
 

@@ -239,6 +239,8 @@ def test_default_of_a_new_setting() -> None:
         del facts["config"]["data"][name]
     check_start(settings(num_workers=7), PATH, facts, identity=IDENTITY)
     assert refused_start(settings(shuffle=False), facts)[1] == ("--shuffle",)
+    del facts["config"]["optimizer"]["optimizer"]  # moments are of adamw
+    assert refused_start(settings(optimizer="sgd"), facts)[1] == ("--optimizer", "adamw")
     now = settings(cpu_offload_activations=True, optimizer_cpu_offload=True)
     del facts["config"]["model"]["cpu_offload_activations"]
     del facts["config"]["optimizer"]["optimizer_cpu_offload"]

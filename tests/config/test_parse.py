@@ -115,6 +115,15 @@ def test_a_second_ctrl_c_alone_ends_a_step(capfd: pytest.CaptureFixture[str]) ->
     assert capfd.readouterr().err.count("ended by") == 1
 
 
+def test_a_signal_goes_before_other_reasons() -> None:
+    signals = StopSignals()
+    for reason, received in (("good", "good"), ("enough", "good"), ("SIGTERM", "SIGTERM")):
+        signals.ask(reason)
+        assert signals.received == received
+    signals.ask("SIGUSR1")
+    assert signals.received == "SIGTERM"
+
+
 def test_presets_are_named_where_sizes_are_missing() -> None:
     error = refusal(lambda: parse(PretrainGPT2Config, ["--train-iters=3"], {}))
     presets = re.findall(r"\bgpt2_\w+(?:\.\w+)?", str(error))

@@ -436,6 +436,9 @@ def test_short_samples() -> None:
     assert (min(lengths), max(lengths)) == (4, 100)
     starts = Counter(min(each.first.start, each.second.start) for each in found)
     assert {0, 96} <= set(starts) <= set(bounds[:-2])
+    # A target of 3 takes 3 sentences of a token, also from the first one on.
+    fitting = [len(each.first) + len(each.second) for each in pairs([0, 1, 2, 3], 3, 1.0, 2000)]
+    assert np.mean(fitting) == pytest.approx(2.5, abs=4 * 0.5 / np.sqrt(2000))
     share = np.mean([each.is_short for each in pairs(bounds, 100, 0.1, 5000)])
     assert share == pytest.approx(0.1, abs=0.017)
 

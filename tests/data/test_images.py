@@ -108,7 +108,17 @@ def test_packing_goes_on_after_an_interruption(
 def test_a_changed_image_is_packed_anew(folder: Path) -> None:
     before = open_images(folder, SIDE).content
     Image.fromarray(pixels_of("train", 0, 99)).save(folder / "train" / "cat" / "00.png")
-    assert open_images(folder, SIDE).content != before
+    assert (second := open_images(folder, SIDE).content) != before
+    # The same pixels in the same order, and one of another class.
+    (folder / "train" / "dog" / "00.png").rename(folder / "train" / "cat" / "99.png")
+    assert open_images(folder, SIDE).content != second
+
+
+def test_images_of_one_color_are_only_shifted(folder: Path) -> None:
+    for file in (folder / "train").rglob("*.png"):
+        Image.new("RGB", (SIDE, SIDE), (255, 0, 51)).save(file)
+    packed = open_images(folder, SIDE)
+    assert (packed.mean, packed.std) == ((1.0, 0.0, 0.2), (1.0, 1.0, 1.0))
 
 
 def test_a_packed_file_travels_alone(tmp_path: Path, folder: Path) -> None:

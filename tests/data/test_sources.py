@@ -20,6 +20,7 @@ from tests.data.samples import (
     forget_samples,
     write_data,
     write_data_of_tokenizer,
+    write_sentences,
 )
 from tests.refusals import field_of, refusal
 
@@ -169,8 +170,13 @@ def test_unshuffled_documents(tmp_path: Path, prefix: str, shuffled: bool | str 
             content = json.loads(Path(f"{path}.json").read_text())
             del content["shards"], content["shuffled"]
             Path(f"{path}.json").write_text(json.dumps(content))
+    # A sample of sentences is of one document.
+    sentences = [[[1, 2], [3]]]
+    write_sentences(tmp_path / "s", sentences, tokenizer_type="test", eod=0, shuffled=False)
+    several = [paths[0], prefix, str(tmp_path / "s"), paths[1]]
+    data_path = [word for path in several for word in ("1", path)]
     with pytest.warns(UserWarning, match=f"{paths[0]}, {paths[1]}: ") as caught:
-        open_corpus(["1", paths[0], "1", prefix, "1", paths[1]], PlainTokenizer())
+        open_corpus(data_path, PlainTokenizer())
     assert len(caught) == 1
 
 

@@ -157,6 +157,9 @@ def test_ids_are_below_the_vocabulary_size(tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(file)
     assert tokenizer.vocab_size == 264
     assert tokenizer.encode("a<new>") == [tokenizer.token_id("a"), 263]
+    model = json.loads(Path(file).read_bytes())["model"]
+    with_a_gap = change_json(folder, model=model | {"vocab": model["vocab"] | {"zz": 290}})
+    assert HuggingFaceTokenizer(with_a_gap).vocab_size == 291
 
 
 EOS_BOT = {"eos_token": "[BOT]"}

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 from transformers import conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter
@@ -320,8 +320,11 @@ def test_folder_of_another_model_refused(tmp_path: Path, what: str) -> None:
 def test_files_that_are_damaged_or_missing_are_named(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hf", CASES["Llama in several files"])
     state = state_of(config_of(folder, GPT2), 1, torch.float32, draws=False)
-    file = min(folder.glob("*.safetensors"))
-    content = file.read_bytes()
+    file, other, *_ = sorted(folder.glob("*.safetensors"))
+    content, rest = file.read_bytes(), load(other.read_bytes())
+    key, tensor = next(iter(load(content).items()))
+    save_file(rest | {key: tensor}, other, metadata={"format": "pt"})
+    assert key in str(refusal(lambda: state.load_folder(str(folder))))
     file.write_bytes(content[:100])
     assert file.name in str(refusal(lambda: state.load_folder(str(folder))))
     file.unlink()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.models.build import build_on_meta, keep_stages
@@ -121,8 +121,11 @@ def test_a_parameter_in_no_stage_is_refused() -> None:
     factory = layer_factory(serial_mesh(), 0)
     with torch.device("meta"):
         model = Forgetful(tiny_config(), factory, 101)
-    with pytest.raises(ValueError, match="position_embedding.weight"):
-        keep_stages(model, plan, 1)
+        more = GPT2(tiny_config(), factory, 101)
+        more.heads = nn.Linear(1, 1)  # no part of `head`
+    for each, name in ((model, "position_embedding.weight"), (more, "heads.weight")):
+        with pytest.raises(ValueError, match=name):
+            keep_stages(each, plan, 1)
 
 
 @pytest.mark.parametrize(("embedding", "hidden"), [(0.5, 0.0), (0.0, 0.5), (None, 0.5)])

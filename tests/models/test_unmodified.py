@@ -17,11 +17,19 @@ from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config,
 from transformers.masking_utils import eager_mask
 
 from megatron.huggingface.layers import ColumnLinear
-from megatron.huggingface.replacements import parameters_on_meta
+from megatron.huggingface.replacements import DropoutKeys, KernelDropout, parameters_on_meta
 from megatron.huggingface.weights import initial_values
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.compare import KeepFP64, unseen
-from megatron.parallel.dropout import STEPS, fold, head_keys, kept_mask, layer_key, row_keys
+from megatron.parallel.dropout import (
+    STEPS,
+    Dropout,
+    fold,
+    head_keys,
+    kept_mask,
+    layer_key,
+    row_keys,
+)
 from megatron.parallel.sharding import gather_whole, sharding_specs
 from megatron.train.compiled import compile_layers
 from megatron.train.diagnose import NonFiniteError
@@ -313,6 +321,11 @@ def test_dropout_of_an_unknown_part_is_refused() -> None:
         config = hf_config("gpt2", {"resid_pdrop": 0.1, "attn_pdrop": 0.1}, plan=plan)
         state = tiny_state(mesh_of_ranks(2), config)
         assert name in str(refusal(partial(train_step, state, [samples(2)], 0.0), lines=9))
+    keys = DropoutKeys(torch.arange(6))
+    dropout = KernelDropout(Dropout(SEED, 0.1, "of heads"), keys, {4}, 1)
+    dropout(torch.ones(2, 3, 4))
+    with pytest.raises(RuntimeError, match="of heads drops"):
+        dropout(torch.ones(2, 5, 3, 4))
 
 
 @pytest.mark.parametrize(("tensor_size", "zero_stage"), [(2, 0), (1, 3)])

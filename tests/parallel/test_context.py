@@ -56,6 +56,8 @@ def test_each_rank_has_its_tokens() -> None:
         (4, "p2p", [[0, 7], [1, 6], [2, 5], [3, 4]]),
     ):
         assert token_order(8, ranks, kind).tolist() == order
+    batch = samples(1).take(np.array([1, 3, 5])).take(np.array([2, 0]))
+    assert batch.token_order.tolist() == [5, 1]
 
 
 @pytest.mark.parametrize(("size", "ranks", "kind"), [(9, 2, "a2a"), (6, 2, "p2p"), (4, 4, "p2p")])

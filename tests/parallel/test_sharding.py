@@ -4,8 +4,11 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from math import sqrt
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ from megatron.config.model import ModelConfig
 from megatron.models.build import build_model, build_on_meta
 from megatron.models.gpt import GPT2
 from megatron.parallel.dtensors import from_dtensors, to_dtensors
-from megatron.parallel.initialize import materialize
+from megatron.parallel.initialize import materialize, seed_kernels
 from megatron.parallel.mesh import Axis, Mesh, serial_mesh
 from megatron.parallel.sharding import ShardedModule, gather_whole, load_whole, sharding_specs
 from megatron.train.executor import on_device
@@ -95,6 +98,16 @@ def test_every_parameter_and_seed_has_its_own_draw() -> None:
 
 
 @on_ranks(4)
+def test_kernels_draw_by_seed_rank_step_micro_batch_and_stage() -> None:
+    seeds = set[int]()
+    with torch.random.fork_rng(devices=[]):
+        for seed, rank, *where in product((1, 2), *[(0, 1)] * 4):
+            mesh: Any = SimpleNamespace(axes=[SimpleNamespace(rank=rank)])
+            seed_kernels(seed, mesh, *where)
+            seeds.add(torch.initial_seed())
+    assert len(seeds) == 2**5
+
+
 def test_two_cuts_of_one_dim() -> None:
     """Row r of a dim cut over data, then tensor, is on the rank (r // 4, r // 2 % 2). DTensor
     orders the axes as the mesh does; another order is refused."""

@@ -170,6 +170,7 @@ def test_dropout_differs_by_example_and_epoch() -> None:
         for batch in steps.micro_batches(step, serial_mesh()):
             found += batch.numbers[batch.counted > 0].tolist()
     assert sorted(found) == list(range(EPOCHS * EXAMPLES))
+    batch = batch.numbered(np.arange(len(batch.tokens)))
     keys = dropout_keys(on_device(batch, torch.device("cpu")))  # of each option of its own
     assert len(keys.unique()) == batch.tokens.size
 

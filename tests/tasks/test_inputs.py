@@ -158,6 +158,9 @@ def test_length_and_share_that_pass() -> None:
     assert "--seq-length 64" in message
     assert "--max-truncated 0.30" in message
     assert "--max-truncated 0.34" in str(refusal(cut(32, 64, 0.25, [8, 8, 40])))
+    ids = np.array([TOKENIZER.unknown] * 3 + [7] * 55)  # 5.2 %
+    refused = refusal(lambda: inputs.check_unknown("a", ids, TOKENIZER, 0.05))
+    assert "--max-unknown 0.06" in str(refused)
 
 
 def test_data_given_twice(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.config.training import OptimizerConfig
 from megatron.optim.adam import LossScaler
 from megatron.parallel.mesh import Mesh
-from megatron.train.diagnose import Finding, NonFiniteError, non_finite
+from megatron.train.diagnose import Finding, NonFiniteError, find_first, non_finite
 from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward, train_step
 from tests.dist import on_ranks
@@ -191,6 +191,20 @@ def test_a_norm_alone_may_overflow() -> None:
         step(state)
     assert f"samples 0 to {GLOBAL_BATCH - 1}" in str(raised.value)
     assert (raised.value.what, raised.value.found) == ("gradient", None)
+
+
+def test_an_earlier_micro_batch_that_ran_later_is_named() -> None:
+    """As in a pipeline, which runs forwards ahead of a backward."""
+    state = tiny_state(mesh_of_ranks(1))
+
+    def replay() -> None:
+        for number in (1, 0):
+            state.micro_batch = number
+            state.model.final_norm(torch.full((1, 32), torch.nan, dtype=torch.float64))
+
+    found = find_first(state, replay)
+    assert found is not None
+    assert found.micro_batch == 0
 
 
 @on_ranks(4)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import load, retention
+from megatron.checkpoint.format import read_checkpoint
 from megatron.checkpoint.resume import Start
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.parallel import ParallelConfig
@@ -198,6 +199,7 @@ def test_pure_bf16_is_resumed_without_being_asked_for(tmp_path: Path) -> None:
     assert_exact(tensors(resumed.state), tensors(pure.state))
     assert resumed.facts["config"]["precision"]["pure_bf16"]
     assert not tuned.facts["config"]["precision"]["pure_bf16"]
+    refusal(lambda: tuned.state.load(read_checkpoint(folder)), "float32", "bfloat16")
     kept = list(resumed.state.optimizer.tensors())
     kinds = {each.key.partition(".")[0] for each in kept}
     assert kinds == {"exp_avg", "exp_avg_sq"}

@@ -9,12 +9,22 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
 
 from megatron.config.launch import RankInfo
-from megatron.train.watch import Report, Wait, Watch, find_behind, name_ranks
+from megatron.train.watch import (
+    Progress,
+    Report,
+    Wait,
+    Watch,
+    find_behind,
+    name_ranks,
+    note,
+    start_seconds,
+)
 from tests.programs import ROOT, Run, run_python, start_ranks
 from tests.train.ranks import DUMP, Ended, begin, end, run_ranks, write_program
 
@@ -355,6 +365,16 @@ def test_a_rank_that_left_is_waited_for_until_its_part_is_there(
     store.add("left", 1)
     watch._find_leaver(stand(0, 6, 5, "tensor"))
     assert ["tensor: all_reduce of [2], number 6" in text for text in said] == [True] * is_blamed
+
+
+def test_a_phase_that_comes_again_takes_the_time_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([3.0, 5.0, 9.0])
+    monkeypatch.setattr("megatron.train.watch.time", SimpleNamespace(monotonic=lambda: next(now)))
+    for name, value in (("phase", "model"), ("began", 2.0), ("seconds", {})):
+        monkeypatch.setattr(Progress, name, value)
+    note("data")
+    note("model")
+    assert start_seconds() == {"model": 1.0 + 4.0, "data": 2.0}
 
 
 def test_four_of_many_ranks_are_named() -> None:
