@@ -72,6 +72,7 @@ EARLY = {  # before torch is imported
     "documents and some windows": Row(
         WINDOWED, "--reset-attention-mask", DESCRIBED["gemma2"] | SOME_WINDOWS
     ),
+    "documents and ALiBi": Row(WINDOWED, "--reset-attention-mask", "bloom"),
     "heads": Row(f"{TENSOR} 3", TENSOR, ranks=3),
     "no folder": Row("--hf-model {folder}/absent", HF),
     "a file": Row("--hf-model {folder}/model/config.json", HF),

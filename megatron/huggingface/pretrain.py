@@ -45,8 +45,12 @@ class PretrainUnmodifiedConfig(PretrainConfig):
             name, works = "--reset-position-ids", ("--reset-position-ids", "--reset-attention-mask")
             allowed = "given with {}: transformers takes such positions for it"
             raise UsageError(name, None, allowed, "--reset-attention-mask", works=works)
-        if resets[1] and has_window(self.model.described):
+        described, allowed = self.model.described, ""
+        if has_window(described):
             allowed = "left out: the mask of documents would take the place of {}'s window"
+        elif described.get("alibi", native == "bloom"):
+            allowed = "left out: {} computes its ALiBi from a mask of padding alone"
+        if resets[1] and allowed:
             works = ("--no-reset-attention-mask", "--no-reset-position-ids")
             raise UsageError("--reset-attention-mask", None, allowed, "--hf-model", works=works)
 
