@@ -266,7 +266,7 @@ def plan_stages(count: int, ranks: int, virtual: int, kind: str | None) -> Pipel
     if kind not in KINDS or (ranks > 1 and (kind == "interleaved") != (virtual > 1)):
         allowed = "interleaved" if virtual > 1 else "gpipe, 1f1b or zb-h1"
         raise ValueError(f"schedule={kind!r}: must be {allowed} with virtual={virtual}")
-    if ranks == 1 and kind == "interleaved":  # each micro-batch through all stages at once
+    if ranks == 1:  # each micro-batch through all stages at once
         kind = "1f1b"
     layers = partition_uniform(count, ranks * virtual, virtual)
     return PipelinePlan(ranks=ranks, virtual=virtual, kind=kind, layers=layers)

@@ -259,7 +259,7 @@ LAYOUTS = [
     "pipeline=4,schedule=zb-h1",
     "tensor=2,pipeline=2,virtual=2",
     "data=2,pipeline=2,virtual=2,zero=1",
-    "data=2,zero=2",
+    "data=2,schedule=zb-h1,zero=2",
     "tensor=2,data=2,zero=3",
 ]
 
