@@ -12,13 +12,13 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank
-from benchmarks.processes import Agents, Running, measure, timed
+from benchmarks.processes import Agents, Processes, Running, measure, timed
 from benchmarks.report import Results, cell, others_in, write_page
 from tests.benchmarks import small_question
 from tests.benchmarks.run import forked
@@ -107,6 +107,12 @@ def test_memory_and_cpu_of_a_turn() -> None:
         assert 200 * 2**20 <= memory[name] < 500 * 2**20
     assert max(memory["turns"], memory["busy"]) < 50 * 2**20
     assert found[-1]["rounds"][0]["cpu"][0] >= 1.2  # of both processes and their children
+
+
+def test_a_turn_takes_as_long_as_its_slowest_rank() -> None:
+    answers = [{"wall": 1.0, "cpu": 0.5, "loss": 2}, {"wall": 3.0, "cpu": 0.25, "loss": 4}]
+    own = Mock(ask=lambda command: answers)
+    assert Processes.turn(own) == {"wall": 3.0, "cpu": 0.75, "loss": 2}
 
 
 def test_reasons_not_to_measure() -> None:

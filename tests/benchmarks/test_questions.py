@@ -405,6 +405,17 @@ def test_other_weights_than_the_undisturbed_ones_are_not_equal(tmp_path: Path) -
     assert (found["useful"], found["equal"]) == (50, 0)
 
 
+@pytest.mark.parametrize("wrong", [{}, {"equal": 0.0}, {"equal": 100.0, "unnamed": 1}])
+def test_other_weights_or_a_cause_without_a_name_are_a_failure(wrong: dict[str, Any]) -> None:
+    found = Mock(rounds={("a rank killed", OURS): [{"equal": 100.0, "unnamed": 0}, wrong]})
+    assert ("a rank killed" in useful_time.failure(found)) is bool(wrong)
+
+
+def test_memory_of_a_rank_under_zero() -> None:
+    (column,) = (each for each in zero.COLUMNS if each.title == "peak MiB of a rank")
+    assert column.value({"peak_bytes": 2 * 3 * 2**20}, {}) == 3
+
+
 def test_ranks_read_different_samples() -> None:
     config = steps.read(f"{steps.SMALL} --train-iters 9".split())
     places = ((0, 0), (0, 1), (1, 0), (1, 1))  # number of a batch, rank of two
@@ -415,6 +426,24 @@ def test_ranks_read_different_samples() -> None:
 def test_the_norm_counts_what_is_whole_on_the_first_rank() -> None:
     own = Mock(rank=Rank(), parameters=[None], is_cut=lambda parameter: False)
     assert peers.MasterTraining.norm(own, [torch.tensor([3.0, 4.0])]) == 5
+
+
+STARTING = """import json, sys, time
+while time.process_time() < 1: pass
+for step in range(1, 10**4):
+    with open(sys.argv[-1], "a") as record:
+        print(json.dumps({"step": step, "loss": 1.0}), file=record)
+    print(f"step {step} | loss 1", flush=True)
+    time.sleep(0.01)
+"""
+
+
+def test_cpu_seconds_of_a_commit_are_those_of_a_turn(tmp_path: Path) -> None:
+    """A start takes a second, and no step does."""
+    (tmp_path / "pretrain_gpt2.py").write_text(STARTING)
+    turn = commits.run(Rank(), str(tmp_path), [], 1, str(tmp_path))
+    first, second = ((turn() or {})["cpu"] for _ in range(2))
+    assert second < 0.5 < first
 
 
 def test_losses_of_commits_are_compared_without_dropout() -> None:

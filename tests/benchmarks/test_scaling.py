@@ -71,3 +71,15 @@ def test_figures_are_those_of_the_formulas() -> None:
     one, two = (predict(each, load_hardware("cpu")).total for each in cut)
     assert value(strong, f"{SPEED_UP}, predicted") == pytest.approx(one / two)
     assert value(points[2].name, f"{LINEAR}, paper") == 0.82
+
+
+def test_ranks_that_share_a_core_are_predicted_one_after_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for cores in (1, 4):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        points = contenders(Flags(small=True), "cpu", ("zero-1",))
+        found.append([each.facts["planned_seconds"] for each in points])
+    apart, ranks = found.pop(), (1, 2, 4)
+    assert found == [[pytest.approx(n * each) for n, each in zip(ranks, apart, strict=True)]]

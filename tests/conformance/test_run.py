@@ -97,6 +97,9 @@ def test_a_fault_of_more_ranks_than_the_layout_has_is_not_named() -> None:
     for between in (2, 5):  # nor one of a number that does not divide them
         named = nearest(figures, fixture, between)
         assert named is None or named.distance > 0.1
+    result = judged(figures, "--layout data=1 --resume 3 --resume-layout data=4")
+    assert result.fault is not None
+    assert result.fault.fault == "data_rank_means"
 
 
 NAME = "transformer.h.1.mlp.c_fc.weight"
@@ -210,6 +213,9 @@ def test_agreement_without_content() -> None:
     result = judged(figures)
     assert result.status == 3
     assert "gradient norm" in result.reason
+    figures = copied(read_fixture("gpt2").expected())
+    figures.grad_norms[-1] = 1e-9  # of one step alone
+    assert "gradient norm" in str(dead(figures, read_fixture("gpt2").facts))
 
     figures = copied(read_fixture("gpt2").expected())
     figures.losses = [1.0, 1.0, 1 + 1e-4]  # the fixture's moves by 0.02 to 0.23
@@ -304,7 +310,7 @@ def test_memory_of_two_names_counts_once() -> None:
     flat = torch.zeros(10, dtype=torch.float64)
     tied, freed = torch.zeros(6), torch.zeros(5)
     freed.untyped_storage().resize_(0)
-    found = worker.held([flat[:4], flat[4:], tied, tied.view(2, 3), freed])
+    found = worker.held([flat[:5], flat[5:], tied, tied.view(2, 3), freed])
     assert found == {"elements": 16, "bytes": 10 * 8 + 6 * 4}
 
 

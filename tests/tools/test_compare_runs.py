@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tests.tools.corpus.lines import read_jsonl, write_jsonl
 from tools import compare_runs
 from tools.layouts import activations
 from tools.layouts.activations import beyond, compare_models
-from tools.report.runs import PLACES
+from tools.report.runs import PLACES, relative_gap
 
 SHAPE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16"
 SHAPE += " --attention-dropout 0 --hidden-dropout 0"
@@ -338,6 +339,28 @@ def test_activations_that_are_no_numbers() -> None:
     other.get_parameter(f"{name}.bias").data[0] = torch.nan
     result = compare_models(other, again, samples(2), mesh)
     assert (weights(result), first(result, *FORWARD, *BACKWARD)) == ([], None)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "gap"),
+    [(2.0, 0.0, 1), (0.0, 2.0, inf), (0.0, 0.0, 0), (2.0, None, inf), (None, 2.0, inf)],
+)
+def test_a_gap_is_over_the_first(a: float | None, b: float | None, gap: float) -> None:
+    assert relative_gap(a, b) == gap
+
+
+def test_a_module_that_works_in_place() -> None:
+    """On the output of the one before it."""
+
+    def shift(module: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        given[0].add_(1.0)
+
+    mesh = mesh_of_ranks(1)
+    one, other = (tiny_model(mesh, tiny_config()).eval() for _ in range(2))
+    for each in (one, other):
+        each.get_submodule("transformer.layers.1").register_forward_pre_hook(shift)
+    result = compare_models(one, other, samples(2), mesh)
+    assert first(result, *FORWARD, *BACKWARD) is None
 
 
 def test_what_is_almost_nothing_is_measured_by_the_largest(

@@ -58,6 +58,13 @@ def test_problems_and_cures(tmp_path: Path) -> None:
     assert found["speed"]["product, fp32"]["flops_per_second"] > 0
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_cores_that_are_left_idle(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: 2 * torch.get_num_threads() + more)
+    found = machine.devices(torch.device("cpu"), 2)
+    assert sum(isinstance(each, Problem) for each in found) == more
+
+
 def test_a_speed_is_that_of_all_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "seconds", lambda call, device: 0.125)
     (fact, *_) = machine.speed(torch.device("cpu"))

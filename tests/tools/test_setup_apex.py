@@ -66,3 +66,6 @@ def test_build_of_apex(folder: Path) -> None:
     assert status == 0
     assert installs[-1].startswith("11 ")  # APEX_CPP_EXT and APEX_CUDA_EXT
     assert installs[-1].endswith(f" {folder}/nvidia")
+    moved = folder.rename(folder.with_name("moved"))  # where its environment does not work
+    status, _, again = setup(moved)
+    assert (status, len(again)) == (0, len(installs) + 2)

@@ -17,6 +17,7 @@ from megatron.models.bert import BertEncoder
 from megatron.models.registry import config_of
 from tests.refusals import field_of, refusal
 from tests.tools.convert import models
+from tools.convert import compare as comparison
 from tools.convert.compare import compare_logits
 from tools.convert.folder import family_of
 from tools.convert_hf import import_model
@@ -58,6 +59,19 @@ def test_equal_models(compared: Callable[[str], Path], kind: str) -> None:
     heads = compare(compared(kind), compared(kind)).heads
     assert len(heads) == (1 if kind in ("gpt2", "llama") else 2)
     assert all(head.difference <= 1e-13 * head.largest for head in heads)
+
+
+def test_logits_that_are_no_numbers(
+    compared: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, right = compared("gpt2"), comparison._our_logits
+
+    def wrong(*given: Any) -> dict[str, list[Tensor]]:
+        found = right(*given)
+        return {name: [each * torch.nan for each in logits] for name, logits in found.items()}
+
+    monkeypatch.setattr(comparison, "_our_logits", wrong)
+    assert_differ(folder, folder)
 
 
 Tensors = dict[str, Tensor]

@@ -283,6 +283,13 @@ def test_how_a_bucket_is_split_does_not_depend_on_the_order(tmp_path: Path) -> N
     assert results[0] == results[1] == results[2]
 
 
+def test_a_cluster_of_the_largest_size_is_removed(tmp_path: Path) -> None:
+    records = [{"id": str(n), "text": text_of(random.Random(11))} for n in range(4)]
+    limits = {"max_cluster": 4, "max_source_loss": 1.0, "expected_removal": 1.0}
+    kept, _ = dedup(tmp_path, records, allow_large_removal=False, **limits)
+    assert len(kept) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "limit"), [("max_cluster", 5), ("max_source_loss", 0.05), ("expected_removal", 0.01)]
 )

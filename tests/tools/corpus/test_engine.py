@@ -300,6 +300,8 @@ def test_a_second_run_in_the_same_folder_is_refused(
         assert refused_field(toy(folder, output)) == "--output"
     run(toy(folder, output))
     assert content(output) == expected
+    stages = json.loads((output / "run.json").read_bytes())["stages"]
+    assert all(each["peak_bytes"] > 2**23 for each in stages)
 
 
 def test_a_folder_that_another_share_makes_first_is_taken(tmp_path: Path) -> None:
@@ -340,6 +342,12 @@ def test_what_is_not_whole_gets_no_manifest(tmp_path: Path) -> None:
             error = refusal(partial(step.finish, accounting, []))
         assert isinstance(error, ValueError) == (accounting is whole)
         assert not (tmp_path / "out" / "manifest.json").exists()
+    with StepRun("toy", toy(folder, tmp_path / "out")) as step:
+        for place in (tmp_path / "out", tmp_path / "out" / "train"):  # of a worker that died
+            place.mkdir(exist_ok=True)
+            (place / f"a.{'0a' * 16}.part").touch()
+        step.finish(whole, [])
+    assert not list(tmp_path.rglob("*.part"))
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 3)])

@@ -213,10 +213,15 @@ def test_learning_curves_that_fail(tmp_path: Path) -> None:
     write_curve(settings, dict(zip(names, (5.0, 5.1), strict=True)))
     with pytest.raises(StageError):
         learning_curves.report(settings)
-    for run in learning_curves.chosen_runs(settings):
-        file = learning_curves.folder_of(settings, run) / "metrics.jsonl"
-        file.write_text(file.read_text().splitlines()[0])
-    refusal(lambda: learning_curves.report(settings))  # a run is not complete
+    files = [
+        learning_curves.folder_of(settings, run) / "metrics.jsonl"
+        for run in learning_curves.chosen_runs(settings)
+    ]
+    (whole,) = {file.read_text().replace("5.1", "5.0") for file in files}
+    for lost in (whole.replace('"step": 1', '"step": 2'), whole.splitlines()[0]):  # a step, the end
+        for file in files:
+            file.write_text(lost)
+        refusal(lambda: learning_curves.report(settings))
 
 
 def test_dropout_quality(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

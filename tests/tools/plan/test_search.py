@@ -206,6 +206,12 @@ def test_all_that_a_run_accepts_is_tried() -> None:
     assert tried == accepted
 
 
+def test_a_layer_for_each_virtual_stage_is_tried() -> None:
+    other = begun(f"{SMALL} --num-layers 6")
+    virtual = {each.virtual for each in other.candidates() if each.pipeline == 2}
+    assert virtual == {None, 2, 3}
+
+
 def test_grids_are_tried() -> None:
     other = begun(f"{SMALL}8", 8)
     kinds = {other.config_of(each, 0).parallel for each in other.candidates()}

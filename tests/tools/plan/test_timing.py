@@ -46,6 +46,8 @@ def test_a_ring_goes_as_fast_as_its_slowest_hop(
 ) -> None:
     hardware = replace(V100, link_share=1.0, network_share=1.0, base_latency=0.0)
     assert ring.bandwidth(hardware) == bandwidth
+    slow = replace(hardware, link_bandwidth=1.0)  # no hop of one rank a server is a link
+    assert ring.bandwidth(slow) == (1.0 if hops_in_servers or not hops_between else bandwidth)
     latency = hops_in_servers * V100.link_latency + hops_between * V100.network_latency
     sent = 2 * (ring.ranks - 1) / ring.ranks * 1e9
     whole = ring.seconds(1e9, hardware)
@@ -284,6 +286,12 @@ def test_bytes_that_kernels_move() -> None:
             kernel()
             kernel()
         assert meter.work[""].moved == 2 * passes * x.nbytes
+
+
+def test_equal_numbers_of_other_types_make_tensors_of_other_dtypes() -> None:
+    with Meter(serial_mesh("meta")):
+        made = [torch.full((2,), each, device="meta").dtype for each in (1, 1.0, True, 1)]
+    assert made == [torch.int64, torch.float32, torch.bool, torch.int64]
 
 
 def test_dropout_is_one_kernel_each_way() -> None:

@@ -466,6 +466,10 @@ def compress(metadata: Any) -> None:
     metadata.storage_data[MetadataIndex(HEAD, (0, 0))].transform_descriptors = ["zstd"]
 
 
+def as_bf16(metadata: Any) -> None:
+    metadata.state_dict_metadata["optimizer.state.4.exp_avg"].properties.dtype = torch.bfloat16
+
+
 def scheduled(steps: int) -> Any:
     script = Script()
     script.train(0, steps)
@@ -501,6 +505,7 @@ DAMAGED: list[tuple[str, Callable[[Any], object], str]] = [
     ("metadata", lambda it: it.state_dict_metadata[HEAD].chunks.pop(), ".metadata"),
     ("metadata", inflate, ".metadata"),
     ("metadata", compress, ".metadata"),
+    ("metadata", as_bf16, ".distcp"),
     ("metadata", lambda it: setattr(it, "planner_data", None), ".metadata"),
     ("scheduler", lambda state: state.pop("_schedulers"), "lrscheduler.pt"),
     ("scheduler", lambda state: state.update(scheduled(DONE + 2)), "lrscheduler.pt"),

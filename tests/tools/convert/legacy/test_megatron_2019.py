@@ -252,6 +252,13 @@ def doubled(folder: Path) -> None:
     torch.save({"model": model}, folder / FILE)
 
 
+def other_dropout(folder: Path) -> None:
+    file = folder / FILE.replace("0/", "1/")
+    content = torch.load(file, weights_only=False)
+    content["args"].hidden_dropout = 0.5
+    torch.save(content, file)
+
+
 DENSE = "transformer.layers.1.attention.dense.bias"
 QKV = "transformer.layers.0.attention.query_key_value.weight"
 WORDS = "word_embeddings.weight"
@@ -294,6 +301,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (FILE, {"files": lambda folder: (folder / FILE).write_bytes(b"")}),
     (FILE, {"files": lambda folder: (folder / FILE).write_bytes(b"hello, world\n" * 9)}),
     ("two places", {"files": doubled}),
+    ("hidden_dropout 0.5, of rank 0 0.25", {"files": other_dropout}),
     (FILE, {"files": lambda folder: torch.save({"state_dict": {}}, folder / FILE)}),
 ]
 

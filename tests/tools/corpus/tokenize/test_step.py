@@ -330,6 +330,7 @@ def test_a_share_of_unknown_tokens_is_told_warned_of_and_refused(tokenise: Token
     write(8)
     said = refused_with(f"{BERT} --overwrite")
     assert "72 of 900" in said
+    assert "a sample" not in said
     assert "--max-unknown 0.08" in said
     left = {name: found for name, found in outputs("p").items() if "work" not in name}
     assert left == earlier

@@ -15,6 +15,7 @@ from megatron.data.indexed import IndexedDataset, token_dtype
 from tests.data import samples
 from tests.files import FOLDER_CALLS, before_calls, cut_off
 from tests.refusals import refusal
+from tools.corpus.tokenize import writer
 from tools.corpus.tokenize.writer import IndexedDatasetWriter, move_data_set, verify
 
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], [9, 10, 11, 12, 13, 0]]
@@ -108,6 +109,18 @@ def test_verify_finds_damage(
     if suffix != ".json":
         prefix.with_suffix(".json").write_bytes(sidecar)
         assert str(refusal(lambda: IndexedDataset(str(prefix)))).startswith(str(prefix))
+
+
+@pytest.mark.parametrize("size", [writer.CHUNK, 2])  # 2: the places are in two chunks
+def test_verify_finds_documents_out_of_order_without_sidecar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    prefix = tmp_path / "p"
+    samples.write_data(prefix, DOCUMENTS)
+    prefix.with_suffix(".json").unlink()
+    samples.change(prefix, ".idx", 70 + 8, struct.pack("<2q", 2, 1))
+    monkeypatch.setattr(writer, "CHUNK", size)
+    assert "not in order" in str(refusal(lambda: verify(str(prefix))))
 
 
 @pytest.mark.parametrize(
