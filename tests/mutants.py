@@ -1737,6 +1737,110 @@ a-phase-that-comes-again-begins-anew
 stages-of-a-rank-draw-the-same
 - micro_batch, *where, *stage)
 + micro_batch, *where)
+@ tools/corpus/engine.py | tools/corpus/test_engine::test_a_second_run
+peak-memory-in-kilobytes
+- .ru_maxrss * 1024,
++ .ru_maxrss,
+@ tools/corpus/engine.py | tools/corpus/test_engine::test_what_is_not_whole
+unfinished-files-below-the-output-stay
+- if path.is_file())
+-         remove(self.output.rglob(PARTIAL))
++ if path.is_file())
++         remove(self.output.glob(PARTIAL))
+@ tools/corpus/tokenize/writer.py | tools/corpus/tokenize/test_writer::test_verify_finds_documents
+documents-of-two-chunks-are-not-compared
+- shard.documents[start : start + CHUNK + 1])
++ shard.documents[start : start + CHUNK])
+@ tools/corpus/tokenize/step.py | tools/corpus/tokenize/test_step::test_a_share
+a-sample-is-judged-as-the-whole
+- if count > MARGIN * settings.max_unknown
++ if count > settings.max_unknown
+@ tools/corpus/dedup/clusters.py | tools/corpus/test_dedup::test_a_cluster_of
+a-cluster-of-the-largest-size-stays
+- sizes.max(initial=0) <= task.max_cluster:
++ sizes.max(initial=0) < task.max_cluster:
+@ tools/chaos/weights.py | tools/chaos/test_account::test_weights
+a-flipped-sign-of-zero-beside-others-is-equal
+- beyond = beyond if tolerance else differences
++ beyond = dict(beyond)
+@ tools/plan/hardware.py | tools/plan/test_timing::test_a_ring_goes
+a-link-slows-ranks-of-different-servers
+- return network if inside == 1 else min(link, network)
++ return min(link, network)
+@ tools/plan/layouts.py | tools/plan/test_search::test_a_layer_for
+no-stage-of-a-single-layer
+- sorted(powers | {most})
++ sorted(powers)
+@ tools/report/runs.py | tools/test_compare_runs::test_a_gap
+a-gap-to-zero-is-infinite
+- if a and b is not None else inf
++ if a and b else inf
+@ tools/layouts/activations.py | tools/test_compare_runs::test_a_module_that_works
+what-a-module-overwrites-is-compared
+- kept[key] = value.clone()
++ kept[key] = value
+@ tools/layouts/work.py | tools/plan/test_timing::test_equal_numbers
+numbers-of-other-types-are-the-same
+- return type(value), value  #
++ return value  #
+@ tools/convert/compare.py | tools/convert/test_compare::test_logits
+logits-that-are-no-numbers-are-equal
+- if not all(head.difference <= TOLERANCE * head.largest for
++ if any(head.difference > TOLERANCE * head.largest for
+@ tools/convert/legacy/dcp_folder.py | tools/convert/legacy/test_dcp::test_import_refusals
+a-chunk-of-another-dtype-is-cast
+- if (part.dtype, part.shape) != (self.dtype, chunk.shape):
++ if part.shape != chunk.shape:
+@ tools/doctor/machine.py | tools/test_doctor::test_cores
+a-full-machine-is-idle
+- processes * threads < available
++ processes * threads <= available
+@ tools/experiments/learning_curves.py | tools/experiments/test_reports::test_learning_curves
+a-lost-step-is-no-gap
+- != "train_iters" or steps[-1]["step"] != len(steps):
++ != "train_iters":
+@ tools/convert/legacy/megatron_2019.py | tools/convert/legacy/test_megatron_2019::test_refusals
+ranks-may-differ-in-dropout
+- for name in (*FLAGS, *TRAINING):
+-             if
++ for name in FLAGS:
++             if
+@ conformance/compare.py | conformance/test_run::test_agreement
+one-live-step-is-enough
+- (min(found.grad_norms, default=0),
++ (max(found.grad_norms, default=0),
+@ conformance/worker.py | conformance/test_run::test_memory
+equal-halves-of-a-buffer-count-once
+- storage.data_ptr(), local.storage_offset(), number
++ storage.data_ptr(), number
+@ conformance/run.py | conformance/test_run::test_a_fault_of_more
+faults-of-the-first-layout-alone
+- number = max(ranks(options.layout), ranks(options.resume_layout or {}))
++ number = ranks(options.layout)
+@ benchmarks/processes.py | benchmarks/test_harness::test_a_turn
+seconds-of-the-quickest-rank
+- {"wall": max(wall),
++ {"wall": min(wall),
+@ benchmarks/scaling.py | benchmarks/test_scaling::test_ranks_that_share
+ranks-that-share-a-core-take-no-longer
+- max(1, ranks / cores)
++ max(1, cores / ranks)
+@ benchmarks/useful_time.py | benchmarks/test_questions::test_other_weights_or
+other-weights-are-wrong-with-an-unnamed-cause-alone
+- < 100 or figures.get("unnamed"):
++ < 100 and figures.get("unnamed"):
+@ benchmarks/commits.py | benchmarks/test_questions::test_cpu_seconds
+cpu-seconds-since-the-start
+- "cpu": spent - before,
++ "cpu": spent,
+@ benchmarks/zero.py | benchmarks/test_questions::test_memory_of
+memory-of-a-rank-is-that-of-all
+- unit=RANKS * 2**20),
++ unit=2**20),
+@ benchmarks/profiles.py | benchmarks/test_profiles::test_an_operator
+an-operator-that-begins-with-its-caller-holds-it
+- float(each["ts"]), -float(each["dur"])))
++ float(each["ts"])))
 """
 
 EQUIVALENT = r"""
