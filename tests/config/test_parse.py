@@ -192,6 +192,9 @@ def test_bad_presets_name_file_and_key(tmp_path: Path) -> None:
 def test_a_kind_that_is_not_known_is_named_with_its_line(tmp_path: Path) -> None:
     words = ["--preset", preset(tmp_path, 'lr = 1\n\n[model]\nkind = "gpt"\n')]
     refusal(partial(take_kind, words, {}), "line 4: kind", field="--preset")
+    missing = ["--preset", "nowhere"]  # `parse` knows which presets the kind has
+    assert take_kind([*missing, "--model", "vit"], {}) == ("vit", missing)
+    refusal(partial(take_kind, missing, {}), field="--preset")
 
 
 def test_what_a_preset_has_is_refused_and_cured_as_lines_of_its_file(
@@ -284,7 +287,7 @@ def test_a_preset_is_found_by_path_or_by_name(tmp_path: Path) -> None:
 
 
 def test_a_missing_preset_names_the_nearest(tmp_path: Path) -> None:
-    own = preset(tmp_path, "lr = 1\n")
+    own = preset(tmp_path, 'lr = 1\n[model]\nkind = "gpt2"\n')
     (tmp_path / "presets_.toml").write_text("[tool]\nname = 1\n")
     for given, nearest in (
         ("quickstrat", "quickstart"),
@@ -369,9 +372,9 @@ def test_another_rank_prints_after_rank_0_would_have_ended_it(
     monkeypatch.setattr("time.sleep", pauses.append)
     file = tmp_path / "error.json"
     for rank, agreed, message, waited in (
-        ("0", False, "error: --flag 1", []),
-        ("3", False, "rank 3: error: --flag 1", [3.0]),
-        ("0", True, "error: --flag 1", []),
+        ("0", False, "error: --flag 1 (a note)", []),
+        ("3", False, "rank 3: error: --flag 1 (a note)", [3.0]),
+        ("0", True, "error: --flag 1 (a note)", []),
         ("3", True, "", []),
     ):
         environ = {"RANK": rank, "TORCHELASTIC_ERROR_FILE": str(file)}
@@ -396,7 +399,9 @@ def test_a_warning_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def fail_in(context: AbstractContextManager[None]) -> None:
     with context:
-        raise ValueError("--flag 1")
+        error = ValueError("--flag 1")
+        error.add_note("a note")
+        raise error
 
 
 def test_other_errors_are_not_the_user_s() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -105,6 +106,29 @@ def test_scan_that_cannot_be_kept_or_locked(tmp_path: Path, call: str, error: Ex
     with failing(call, error):
         assert texts(open_documents(path)) == ["one", "zwölf\n", "drei"]
     assert error is not FULL or list(tmp_path.iterdir()) == [Path(path)]
+
+
+def test_one_of_two_that_find_no_cache_makes_it(tmp_path: Path) -> None:
+    both, made = Barrier(2), list[int]()
+
+    def run(number: int) -> int:
+        looks = iter([both.wait])
+
+        def find() -> int:
+            found = made[:1]
+            next(looks, int)()
+            if not found:
+                raise OSError
+            return found[0]
+
+        def make() -> int:
+            made.append(number)
+            return number
+
+        return cache.find_or_make(tmp_path / "cache", find, make)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(run, range(2))] == 2 * made
 
 
 def test_change_under_a_run(tmp_path: Path) -> None:

@@ -333,3 +333,10 @@ def test_uniform_partition_gives_later_ranks_more_in_every_chunk() -> None:
 def test_uniform_partitions_that_cannot_be() -> None:
     for wrong in ((3, 4, 1), (9, 4, 2), (8, 3, 2)):
         assert isinstance(refusal(partial(partition_uniform, *wrong)), ValueError)
+
+
+def test_plans_that_differ_have_other_texts() -> None:
+    plans = [PipelinePlan(2), PipelinePlan(2, kind="gpipe"), PipelinePlan(2, 2, "interleaved")]
+    plans += [PipelinePlan(2, layers=(range(3), range(3, 4)))]
+    plans += [PipelinePlan(2, custom_schedule=schedule("gpipe", 2, 4))]
+    assert len({each.describe() for each in plans}) == len(plans)

@@ -423,6 +423,7 @@ def test_bad_input_is_one_line_on_every_rank(gloo: Pool) -> None:
     one, other = gloo.run(2, refusals)
     assert one == other
     assert "stage 1, Counts" in one["rows that the data decide"]
+    assert "virtual=2" in one["stages that do not divide"]
 
 
 def test_the_copies_of_the_first_stage_come_first() -> None:

@@ -83,6 +83,11 @@ def test_which_errors_get_the_message() -> None:
             raise error
         assert isinstance(found.value, OutOfMemoryError) == is_of_memory
         assert ("--micro-batch-size" in str(found.value)) == is_of_memory
+    config = preset("quickstart")
+    config = replace(config, training=replace(config.training, micro_batch_size=2))
+    refused = pytest.raises(OutOfMemoryError, match="--micro-batch-size 1,")
+    with refused, memory_errors(config, serial_mesh()):
+        raise MemoryError
 
 
 @on_ranks(2)
