@@ -95,8 +95,11 @@ def find_shards(paths: Sequence[Path], endings: Sequence[str] = (*LINES, TEXT)) 
                     raise ValueError(f"{message}; {below} does, and --input {below} would work")
             raise ValueError(message)
         shards += sorted(in_folder)
-        others = (f"{each.name}{'/' * each.is_dir()}" for each in content if each not in in_folder)
-        warn_not_read(f"--input {path}", others, f"files {readable}, are read")
+        others = [f"{each.name}{'/' * each.is_dir()}" for each in content if each not in in_folder]
+        works = f"files {readable}, are read"
+        if any(each.endswith("/") for each in others):
+            works += "; name folders inside it after --input, too"
+        warn_not_read(f"--input {path}", others, works)
     if not shards:
         raise ValueError("--input is to be followed by files of documents, or folders of them")
     return shards

@@ -365,11 +365,12 @@ class Search(Layouts):
                 "tokens/s": row["tokens_per_second"],
                 "MFU, %": 100 * row["mfu"],
                 "GB": row["memory_bytes"] / 1e9,
-                "flags": row["flags"] or "as given",
             }
             for row in found["layouts"][: self.most]
         ]
-        lines += [table(best), f"= within {100 * self.band:g} % of the best", ""]
+        flags = ["flags", *(row["flags"] or "as given" for row in found["layouts"])]
+        lines += map("  ".join, zip(table(best).splitlines(), flags, strict=False))
+        lines += [f"= within {100 * self.band:g} % of the best", ""]
         if names := left_out(self.given):
             lines += [f"with these flags {' and '.join(names)} is left out", ""]
         lines += ["changes of the best, and why they are not better:"]
