@@ -1871,6 +1871,10 @@ a-custom-schedule-is-called-by-its-kind
 virtual-stages-are-refused-without-their-name
 - if count % virtual:
 + if False:
+@ megatron/parallel/context.py | parallel/test_context::test_heads_that
+heads-that-ranks-cannot-share-are-cut
+- if heads % axis.size:
++ if heads < axis.size:
 """
 
 EQUIVALENT = r"""

@@ -113,6 +113,15 @@ def test_a_ring_refuses_a_mask_of_ones_own() -> None:
     assert str(error).startswith("cp_comm_type p2p")
 
 
+def test_heads_that_ranks_cannot_share_are_refused() -> None:
+    def attend(mesh: Mesh) -> Tensor:
+        q = torch.zeros(1, 3, 4, 2)
+        return layer_factory(mesh).attention_core(0.0, "core")(q, q, q, None, True)
+
+    error = refusal(lambda: on_ranks(2, "a2a", attend), kind=ValueError)
+    assert str(error).startswith("3 heads")
+
+
 def summed(mesh: Mesh, xs: Tensor, ys: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """(Context.sum or whole of this rank's x, the gradient of x if this rank's y is that of it)"""
     x = xs[mesh.context.rank].clone().requires_grad_()
