@@ -133,6 +133,12 @@ def unfinished(base: Path) -> None:
         (steps_in(base / "host_0")[0] / name).unlink()
 
 
+def damaged_on_disk(base: Path) -> None:
+    """The newest step, too."""
+    saved = shutil.copytree(base / "calm" / "step_00000003", base / "save" / "step_00000003")
+    flip(saved / SHARD)
+
+
 BOTH_HOSTS, SHARD = ("host_0", "host_1"), "shard_00002.safetensors"  # of a rank of host 1
 EVERY = [(host, number) for host in BOTH_HOSTS for number in (0, 1)]
 NEWEST = EVERY[::2]
@@ -157,6 +163,7 @@ LOSSES: dict[str, tuple[Callable[[Path], object], int, str]] = {
         3,
         "",
     ),
+    "the same step on disk": (damaged_on_disk, 3, SHARD),
     "SAVE begun anew": (lambda base: shutil.rmtree(base / "save"), -1, ""),
     "another run": (lambda base: (base / "save" / ID_FILE).write_text("0" * 32), -1, "these hosts"),
 }
