@@ -111,9 +111,9 @@ def read_preset(file: Path, program: type, names: Mapping[str, str]) -> Iterator
             if name == "kind" and not is_table and "model" in tables:
                 raise given.error("in the table [model]")
             if given.name not in allowed or isinstance(each, dict):
-                for table, other in tables.items():
+                for owner, other in tables.items():
                     if is_table and given.name in (each[0] for each in settings_of(other)):
-                        raise given.error(f"in the table [{table}]")
+                        raise given.error(f"in the table [{owner}]")
                 near = difflib.get_close_matches(name, allowed, n=1)
                 where = f"table [{key}]" if is_table else "program"
                 raise given.error(" such as ".join([f"a setting of this {where}", *near]))
