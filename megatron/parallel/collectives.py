@@ -25,8 +25,9 @@ Strides may differ between ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -147,7 +148,8 @@ def _start_exchange(x: Tensor, axis: Axis, received: list[int], sent: list[int])
     )
 
 
-class Cut(NamedTuple):  # no dataclass: torch 2.11 does not trace the making of a frozen one
+@dataclass(frozen=True)
+class Cut:
     """How a matrix of a matmul is divided: along `dim` over the ranks of `over`, which gather it
     before use. Each rank of `terms` computes a term of it if it is y, of its gradient if it is x or
     W: the sum is an all-reduce if `over` has 1 rank, a reduce-scatter if `over` is `terms`. So

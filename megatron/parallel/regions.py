@@ -10,14 +10,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel import collectives
-from megatron.parallel.collectives import Cut, Pair
+from megatron.parallel.collectives import Pair
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 
 
 def reduce_from(x: Tensor, axis: Axis, stream: Axis = ALONE) -> Tensor:
     """g: leave the parallel region by summing the ranks' partial `x`. The sum is in the memory of
     `x`, or in a new tensor if `x` is not contiguous or `stream` has several ranks."""
-    return collectives.sum_terms(x, Cut(0, stream, axis))
+    if axis.size == 1:
+        return x
+    # Not by sum_terms, as torch 2.11 traces no Cut that is made in a compiled layer.
+    sum_by, gather = collectives.start_sum, collectives.start_gather
+    return Pair.apply(
+        x.contiguous(), lambda x: sum_by(x, axis, stream)(), lambda dy: gather(dy, stream)()
+    )
 
 
 def copy_to(x: Tensor, axis: Axis, stream: Axis = ALONE) -> Tensor:
