@@ -97,7 +97,6 @@ def test_every_parameter_and_seed_has_its_own_draw() -> None:
     assert not torch.equal(first["position_embedding.weight"], other.position_embedding.weight)
 
 
-@on_ranks(4)
 def test_kernels_draw_by_seed_rank_step_micro_batch_and_stage() -> None:
     seeds = set[int]()
     with torch.random.fork_rng(devices=[]):
@@ -108,6 +107,7 @@ def test_kernels_draw_by_seed_rank_step_micro_batch_and_stage() -> None:
     assert len(seeds) == 2**5
 
 
+@on_ranks(4)
 def test_two_cuts_of_one_dim() -> None:
     """Row r of a dim cut over data, then tensor, is on the rank (r // 4, r // 2 % 2). DTensor
     orders the axes as the mesh does; another order is refused."""
