@@ -39,41 +39,42 @@ def wait_for_steps(cluster: Cluster, folder: Path, starts: int) -> None:
     cluster.wait_for(has_saved, f"steps of start {starts}, of {folder / 'log'}")
 
 
+@pytest.mark.parametrize("ends", [("first node", "other node"), ("USR1",)], ids="-".join)
 def test_a_job_goes_on_from_what_it_saved_whatever_ends_it(
-    cluster: Cluster, tmp_path: Path
+    ends: tuple[str, ...], cluster: Cluster, tmp_path: Path
 ) -> None:
     """One of two nodes dies, the one that runs the job's script or the other one, and the job goes
-    on with a spare one; a signal comes; the user cancels it. Not one bit is another than of an
-    undisturbed run.
+    on with a spare one; or a signal comes; at last the user cancels it. Not one bit is another than
+    of an undisturbed run.
 
     A node that died comes back only at the end: within a minute, Slurm repeats its order to end the
     first run's step, which would meet the second's.
     """
     save, log, dead = tmp_path / "save", tmp_path / "log", []
     job = submit(cluster, tmp_path, SPLIT, "--ntasks-per-node=1")
-    for starts, is_first in ((1, True), (2, False)):
+    for starts, end in enumerate(ends, 1):
         wait_for_steps(cluster, tmp_path, starts)
-        fields = cluster.job(job)
-        nodes, first = fields["NodeList"].split(","), fields["BatchHost"]
-        dead += [node for node in nodes if (node == first) == is_first]
-        cluster.kill_node(dead[-1])
-        if not is_first:  # the other rank fails before Slurm knows why, and the script waits
-            cluster.wait_for(lambda: "Exited with exit code 1" in log.read_text(), "its end")
-        cluster.set_down(dead[-1])
+        if end == "USR1":
+            cluster.ask("scancel", "--signal=USR1", job)
+        else:
+            fields = cluster.job(job)
+            nodes, first = fields["NodeList"].split(","), fields["BatchHost"]
+            dead += [node for node in nodes if (node == first) == (end == "first node")]
+            cluster.kill_node(dead[-1])
+            if end == "other node":  # its peer fails before Slurm knows why; the script waits
+                cluster.wait_for(lambda: "Exited with exit code 1" in log.read_text(), "its end")
+            cluster.set_down(dead[-1])
         cluster.start_again(job)
-    wait_for_steps(cluster, tmp_path, 3)
-    cluster.ask("scancel", "--signal=USR1", job)
-    cluster.start_again(job)
-    wait_for_steps(cluster, tmp_path, 4)
+    wait_for_steps(cluster, tmp_path, len(ends) + 1)
     cluster.ask("scancel", job)
     cluster.wait_for(lambda: "ended by SIGTERM" in log.read_text(), "the end of the ranks")
-    assert cluster.wait_for_state(job, "CANCELLED")["Restarts"] == "3"
+    assert cluster.wait_for_state(job, "CANCELLED")["Restarts"] == str(len(ends))
     for node in dead:
         cluster.start_node_again(node)
     cluster.wait_until_idle()
 
-    ends = [(line["ended"], line["exit_code"]) for line in lines_of(save, "ended")]
-    assert ends == [("SIGUSR1", 75), ("SIGTERM", 75)]
+    ended = [(line["ended"], line["exit_code"]) for line in lines_of(save, "ended")]
+    assert ended == [("SIGUSR1", 75)] * ends.count("USR1") + [("SIGTERM", 75)]
     steps = int(newest(save).name[-8:])
     assert [line["step"] for line in lines_of(save)] == list(range(1, steps + 1))
     assert f"going on from {save / 'step_'}" in log.read_text()
