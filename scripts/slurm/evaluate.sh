@@ -6,5 +6,5 @@
 #         --valid-data wiki.test.tokens --tensor-model-parallel-size 8
 #SBATCH --job-name=evaluate
 #SBATCH --output=%x-%j.log
-source scripts/slurm/body.sh || exit 2
+source scripts/slurm/body.sh || { echo "error: submit in the root of the repository" >&2; exit 2; }
 run_ranks tasks/main.py "$@"

@@ -9,7 +9,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=USR1@60
 #SBATCH --requeue
-source scripts/slurm/body.sh || exit 2
+source scripts/slurm/body.sh || { echo "error: submit in the root of the repository" >&2; exit 2; }
 [[ -n $(last --save "$@") ]] ||
     refuse "--save is missing, where this job finds its finished seeds when it is queued again;" \
         "--save DIR would work, of a folder that all nodes see"

@@ -11,7 +11,7 @@
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
-source scripts/slurm/body.sh || exit 2
+source scripts/slurm/body.sh || { echo "error: submit in the root of the repository" >&2; exit 2; }
 workers=${SLURM_CPUS_PER_TASK:-1}
 command=("$python" tools/preprocess_data.py "$@" --workers "$workers")
 

@@ -9,7 +9,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=USR1@300
 #SBATCH --requeue
-source scripts/slurm/body.sh || exit 2
+source scripts/slurm/body.sh || { echo "error: submit in the root of the repository" >&2; exit 2; }
 needs_checkpoints "$@"
 run_ranks pretrain_bert.py "$@"
 queue_again $?

@@ -5,5 +5,5 @@
 #         scripts/slurm/scaling.sh --device cuda --json scaling.json --page scaling.md
 #SBATCH --job-name=scaling
 #SBATCH --output=%x-%j.log
-source scripts/slurm/body.sh || exit 2
+source scripts/slurm/body.sh || { echo "error: submit in the root of the repository" >&2; exit 2; }
 run_ranks benchmarks/scaling.py "$@"

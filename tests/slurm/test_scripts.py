@@ -126,6 +126,14 @@ def test_fine_tuning_of_a_pretrained_model_goes_on_from_what_it_saved(tmp_path: 
     assert field_of(ended.stderr) == "--save"
 
 
+def test_a_job_submitted_outside_the_root_is_refused(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        ["bash", str(SCRIPTS / "finetune.sh")], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ended.returncode == 2
+    assert "\nerror: " in ended.stderr
+
+
 def test_a_step_of_other_nodes_or_gpus_than_the_job_is_refused() -> None:
     words = ["2", "4", "10.0.0.1", "10007", "absent.py"]
     for variable, numbers in (("SLURM_STEP_NUM_NODES", ["1", "2"]), ("SLURM_GPUS_ON_NODE", "14")):
