@@ -145,9 +145,9 @@ def own_model() -> Own:
     return Own().double().train()
 
 
-def own_loss(model: nn.Module, tokens: Tensor, step: int) -> Tensor:
-    """This batch's share of the mean over the step's tokens."""
-    logits = model(tokens[:, :-1], step != 1).flatten(0, 1)
+def own_loss(model: nn.Module, tokens: Tensor, number: int) -> Tensor:
+    """This share of the mean over a step's tokens. number: of the micro-batch, two a step."""
+    logits = model(tokens[:, :-1], number not in (1, 2, 3)).flatten(0, 1)
     return F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum") / TOKENS
 
 
@@ -163,7 +163,8 @@ def own_alone() -> tuple[Weights, list[float], Tensor]:
     optimizer, norms = plain.adamw(model, CONFIG, LR), []
     for step in range(STEPS):
         optimizer.zero_grad()
-        own_loss(model, batch_of(step).flatten(0, 1), step).backward()
+        for number in range(2):
+            own_loss(model, batch_of(step)[:, number], 2 * step + number).backward()
         for each in model.parameters():
             if each.requires_grad and each.grad is None:  # which decays all the same
                 each.grad = torch.zeros_like(each)
@@ -188,7 +189,7 @@ def test_a_model_of_ones_own_equals_one_process(size: int, stage: int) -> None:
         own = batch_of(step).chunk(mesh.data.size)[mesh.data.rank]
         for number in range(2):
             with gradients.accumulate(is_last=number == 1):
-                own_loss(model, own[:, number], step).backward()
+                own_loss(model, own[:, number], 2 * step + number).backward()
         norm = all_reduce(gradients.squares(), mesh.model_parallel).sqrt().item()
         assert norm == pytest.approx(norms[step], rel=1e-12)
         with redirect_stderr(printed):
@@ -264,3 +265,8 @@ def test_masters_begin_as_rounded_weights() -> None:
     ]
     wanted, found = (whole_slices(each.optimizer.masters()) for each in runs)
     assert_exact(found, wanted)
+    model, mesh = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16(), serial_mesh(CPU)
+    expected = model(torch.ones(4).bfloat16())
+    gradients = GradientBuckets.for_master_weights(model, mesh=mesh, zero_stage=3)
+    MasterWeights(gradients, OptimizerConfig(optimizer_cpu_offload=True))
+    assert torch.equal(model(torch.ones(4).bfloat16()), expected)
