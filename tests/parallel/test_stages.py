@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -33,6 +33,7 @@ WORDS, WIDTH, MICRO_BATCHES, STEPS, CLIP = 11, 6, 6, 2, 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Sentences(api.Batch):
+    per_token: ClassVar = ("tokens", "counted")
     tokens: Any  # int64 [b, s]
     counted: Any  # float64 [b, s]
 
@@ -40,7 +41,7 @@ class Sentences(api.Batch):
 def micro_batch(number: int, step: int = 0) -> Sentences:
     """Two samples; each has another length and another mask."""
     random = np.random.default_rng([step, number])
-    tokens = random.integers(WORDS, size=(2, 3 + number % 3))
+    tokens = random.integers(WORDS, size=(2, 2 + 2 * (number % 3)))
     return Sentences(tokens=tokens, counted=random.integers(2, size=tokens.shape).astype(float))
 
 
@@ -258,6 +259,7 @@ LAYOUTS = [
     "pipeline=2,schedule=gpipe",
     "pipeline=4,schedule=zb-h1",
     "tensor=2,pipeline=2,virtual=2",
+    "context=2",
     "data=2,pipeline=2,virtual=2,zero=1",
     "data=2,schedule=zb-h1,zero=2",
     "tensor=2,data=2,zero=3",
@@ -297,6 +299,25 @@ def test_a_checkpoint_goes_on_at_another_layout(
     on_ranks(gloo, train, saved, range(1), tmp_path)
     ranks = on_ranks(gloo, train, resumed, range(1, STEPS), tmp_path)
     assert_equal(ranks, expected, slice(1, None), of_first=False)
+
+
+def in_halves(is_halved: bool) -> dict[str, Tensor]:
+    """Gradients; several stages of a rank run the halves of their backwards apart, or not."""
+    model = build("data=2", virtual=4)
+    batches = own_batches(model.mesh, 0)
+    if is_halved:
+        halves = {"forward": ("forward",), "backward": ("backward_input", "backward_weight")}
+        (actions,) = model.pipeline.lists(len(batches))
+        own = [x._replace(direction=way) for x in actions for way in halves[x.direction]]
+        model.pipeline = replace(model.pipeline, custom_schedule=(tuple(own),))
+    gradients = GradientBuckets(model)
+    run_pipeline(model, gradients, batches)
+    return whole_gradients(gradients)
+
+
+def test_halves_of_several_stages_add_up_before_ranks_do(gloo: Pool) -> None:
+    whole, halved = (gloo.run(2, in_halves, each) for each in (False, True))
+    torch.testing.assert_close(halved, whole)
 
 
 def evaluate(name: str) -> float:

@@ -256,6 +256,17 @@ def test_layers_that_ranks_call_in_another_order_are_an_error(other: list[int]) 
     units.end_step(mesh)  # they are compared once
 
 
+@on_ranks(2)
+def test_a_gradient_that_ranks_have_in_common_counts_once() -> None:
+    """ZeRO does not divide the bucket of one that is no partial sum."""
+    model, specs = nn.Linear(4, 4, bias=False), {"weight": ShardingSpec(shape=(4, 4))}
+    given: Any = {"specs": specs, "mesh": mesh_of_ranks(1), "compares_weights": False}
+    gradients = GradientBuckets.for_master_weights(model, zero_stage=1, **given)
+    with gradients.accumulate(is_last=True):
+        model(torch.ones(4)).sum().backward()
+    assert gradients.squares() == 16
+
+
 def test_masters_begin_as_rounded_weights() -> None:
     """As without ZeRO, where they are copies of the weights."""
     given: dict[str, Any] = {"seed": 1, "dtype": torch.bfloat16}

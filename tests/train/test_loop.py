@@ -25,9 +25,10 @@ from tests.train.test_evaluate import Recorded, Split
 class Saves:
     """In place of a Saver: remembers the steps, and whether the weights had been evaluated."""
 
+    failed = False
+
     def __init__(self) -> None:
         self.asked: list[tuple[int, bool]] = []
-        self.failed = False
 
     def save(self, state: Any, validation_loss: float | None) -> None:
         self.asked.append((state.step, validation_loss is not None))
@@ -135,10 +136,12 @@ def test_it_logs_evaluates_and_saves_at_its_intervals(tmp_path: Path) -> None:
     assert (first["samples"], first["lr"]) == (8, pytest.approx(2e-3))
 
 
-def test_it_leaves_when_told_to_and_saves(tmp_path: Path) -> None:
+def test_it_leaves_when_told_to_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(1, tmp_path, exit_interval=3)[1:] == ([(3, True)], 3, "exit_interval")
     late = run(1, tmp_path, exit_duration_in_mins=1e-9)
     assert late[1:] == ([(1, True)], 1, "exit_duration_in_mins")
+    monkeypatch.setattr(Saves, "failed", True)
+    assert run(1, tmp_path)[1:] == late[1:]
     assert not [each for each in threading.enumerate() if each.name.startswith("prefetch")]
 
 
