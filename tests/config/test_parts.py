@@ -16,6 +16,7 @@ from megatron.config.parts import PARTS, register_part, see_modules_in
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.models.build import build_on_meta
 from megatron.parallel.collectives import all_reduce
+from megatron.parallel.factory import layer_factory
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.state import build_state
 from megatron.train.step import train_step
@@ -119,6 +120,11 @@ def test_a_layer_that_does_not_fit_is_refused() -> None:
     ):
         config = tiny_config(layers=tuple(layer.split()))
         refusal(partial(build_on_meta, config, serial_mesh(), VOCABULARY), named, field="--layers")
+
+
+def test_layers_after_the_stream_is_gathered_are_ones_own() -> None:
+    factory = layer_factory(serial_mesh(), custom={"linear": slim_norm})
+    assert isinstance(factory.whole().linear(4), torch.nn.Identity)
 
 
 def doubled(x: Tensor, axis: Any) -> Tensor:

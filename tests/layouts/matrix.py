@@ -217,7 +217,7 @@ class Outcome:
     """The record of one rank of a run; all tensors whole, of all pipeline stages."""
 
     terms: list[Mapping[str, float]]  # of every step, and of an evaluation
-    norms: list[float]
+    norms: list[float]  # and after each the tokens of the step and the samples so far
     gradients: dict[str, Tensor]  # of the first step
     weights: dict[str, Tensor]  # masters, after the last one
     saved: dict[str, Tensor]  # what a checkpoint of this moment holds
@@ -279,7 +279,7 @@ def run(
         batch = case.draw(case.samples, first=step * case.samples)
         result = train_step(state, micro_batches(batch, mesh, size), LR)
         terms.append(result.terms)
-        norms.append(result.grad_norm)
+        norms += [result.grad_norm, result.tokens, state.samples]
     data, plan = Data(case), state.pipeline
     terms.append(mean_losses(state.model, state.objective, data, EVALUATED, 1, mesh, plan))
     weights = whole_slices(state.optimizer.masters())

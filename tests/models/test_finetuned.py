@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron.config.model import FinetunedConfig
 from megatron.data.bert import BertBatch
+from megatron.models.gpt import dropout_keys
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import sharding_specs
 from megatron.train.executor import on_device
@@ -67,6 +68,9 @@ def test_dropout_stands_before_the_head_in_training_alone(head: str) -> None:
     kept = seen["head"] != 0
     assert 0.6 < kept.double().mean() < 0.9
     torch.testing.assert_close(seen["head"][kept], seen["body"][kept] / 0.75)
+    batch = inputs(4)  # as two samples of two sequences
+    batch = batch.with_arrays(tokens=batch.tokens.view(2, 2, -1), numbers=batch.numbers[:2])
+    assert len(dropout_keys(batch).unique()) == batch.tokens.numel()
 
 
 @pytest.mark.parametrize("head", HEADS)

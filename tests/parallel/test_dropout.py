@@ -18,6 +18,7 @@ from megatron.parallel.dropout import (
     head_keys,
     kept_mask,
     layer_key,
+    rounded,
     row_keys,
 )
 from megatron.parallel.initialize import derive_seed
@@ -142,6 +143,7 @@ def test_the_expectation_stays_and_the_gradient_has_the_same_mask(
     p: float, dtype: torch.dtype
 ) -> None:
     """In bf16 too, where 1 / (1 - p) itself may be off by four parts in a thousand."""
+    assert abs(rounded(p) - p * STEPS) <= 0.5
     keys = fold(layer_key(1, "a"), row_keys(torch.arange(20), torch.arange(20)))
     x = torch.rand(400, 500, generator=torch.manual_seed(0)).to(dtype).requires_grad_()
     y = dropout(x, keys, p)
