@@ -214,7 +214,6 @@ class RingCore(AttentionCore):
         p = self.dropout if self.training else 0.0
         keys = None if p == 0.0 else self.keys(q, dropout_keys)
         visible = Visible() if mask is None else mask
-        is_causal = is_causal or visible.starts is not None
         return ring_attention(
             q, k, v, self.mesh.context, is_causal=is_causal, visible=visible, dropout=p, keys=keys
         )
