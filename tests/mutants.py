@@ -1531,6 +1531,9 @@ moments-may-be-no-numbers
 a-text-of-120-characters-a-line-stays
 - WIDTHS = range(40, 121)
 + WIDTHS = range(40, 120)
+four-full-lines-of-five-stay
+- full >= SHARE_FULL * len(inner)
++ full > SHARE_FULL * len(inner)
 @ tools/doctor/links.py | tools/test_doctor::test_a_collective
 a-collective-as-fast-as-its-fastest-rank
 - slowest = max(each for _, each in everyone)

@@ -129,6 +129,8 @@ LINES = [
     ("one line", None),
     ("\n".join([WIDEST] * 5), " ".join([WIDEST] * 5)),
     ("\n".join([f"{WIDEST}z"] * 5), None),
+    ("\n".join([*[Z] * 4, "four of five", "are full"]),
+     " ".join([*[Z] * 4, "four of five"]) + "\nare full"),
 ]  # fmt: skip
 
 
