@@ -44,9 +44,11 @@ def saved_splits(folder: Path, rows: Rows = ROWS) -> Path:
     return folder / "splits"
 
 
-def parquet(file: Path, rows: Rows = ROWS, group: int = 7) -> Path:
+def parquet(file: Path, rows: Rows = ROWS, group: int = 7, *, is_coded: bool = False) -> Path:
+    """is_coded: as a column of categories is."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    columns = {"text": pa.array(rows, pa.string()), "id": range(len(rows))}
+    text = pa.array(rows, pa.string())
+    columns = {"text": text.dictionary_encode() if is_coded else text, "id": range(len(rows))}
     pq.write_table(pa.table(columns), file, row_group_size=group, compression="none")
     return file
 
@@ -92,6 +94,9 @@ SOURCES: dict[str, Callable[[Path], ColumnDocuments]] = {
     "saved splits": lambda to: open_map_style(str(saved_splits(to))),
     "parquet": lambda to: open_map_style(str(parquet(to / "a.parquet"))),
     "parquet of one group": lambda to: open_map_style(str(parquet(to / "b.parquet", group=99))),
+    "parquet of categories": lambda to: open_map_style(
+        str(parquet(to / "c.parquet", is_coded=True))
+    ),
     "parquet folder": lambda to: open_map_style(str(parquet_folder(to))),
     "parquet folder, named": lambda to: open_named(str(parquet_folder(to))),
     "JSON folder": lambda to: open_named(str(json_folder(to))),

@@ -34,9 +34,9 @@ def prefix(tmp_path: Path) -> str:
 def test_data_set_and_tokenizer(prefix: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for tokenizer, size in [(PlainTokenizer(), None), (PlainTokenizer(), 100), (None, 100)]:
+        for tokenizer, size in [(PlainTokenizer(), None), (PlainTokenizer(), 128), (None, 100)]:
             corpus = open_corpus([prefix], tokenizer, size)
-            assert (corpus.vocab_size, corpus.eod, corpus.fingerprint) == (100, 0, "f")
+            assert (corpus.vocab_size, corpus.eod, corpus.fingerprint) == (size or 100, 0, "f")
     corpus = open_corpus(["0.3", prefix, "7e-1", prefix], None)
     assert [source.weight for source in corpus.sources] == [Fraction(3, 10), Fraction(7, 10)]
 

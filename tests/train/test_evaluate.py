@@ -1,4 +1,5 @@
 from dataclasses import asdict
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,6 +134,9 @@ def test_a_validation_says_what_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> N
     validate(state, data, **sizes, wants_stop=bool, write=written.append, log=said.append)
     assert said == ["step 3 | validation loss 1.5000 (top1 0.5000, top5 0.7500)"]
     assert [line["validation_samples"] for line in written] == [5]
+    state.objective, found["loss"] = objective.measured, 800.0  # of which math has no exponential
+    validate(state, data, **sizes, wants_stop=bool, write=written.append, log=said.append)
+    assert written[-1]["validation_perplexity"] == inf
 
 
 @pytest.mark.parametrize(("was", "granularity"), [(False, "none"), (True, "full")])
