@@ -23,6 +23,7 @@ from megatron.checkpoint.format import read_manifest, step_folders, step_of
 from megatron.checkpoint.load import verify
 from megatron.errors import UsageError
 from megatron.parallel.agree import agree, on_all_ranks
+from megatron.parallel.compare import listed
 from megatron.parallel.mesh import Mesh
 
 # Errors of a file system that has no locks, or none for folders.
@@ -30,7 +31,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS)
 # Seconds after which NFS no longer says from memory that a new folder is missing.
 _APPEARS = 60
 # Leftovers of killed saves; the last is of earlier versions.
-_LEFTOVERS = (".step_*.partial", ".step_*.removed", "latest.tmp*")
+_LEFTOVERS = (".step_*.partial", ".step_*.removed", "latest.tmp*", ".claim-*")
 
 
 @contextmanager
@@ -77,11 +78,13 @@ def claim(directory: str | None, mesh: Mesh) -> Iterator[None]:
 
     def is_seen(name: str) -> bool:
         end = time.monotonic() + _APPEARS
-        while not (path / name).exists():
+        while True:
+            with suppress(OSError):  # such as a mount that is dead
+                if (path / name).exists():
+                    return True
             if time.monotonic() > end:
                 return False
             time.sleep(0.5)
-        return True
 
     with held:
         try:
@@ -89,7 +92,7 @@ def claim(directory: str | None, mesh: Mesh) -> Iterator[None]:
                 name = mesh.control.gather(on_all_ranks(mesh, take))[0]
                 seen = mesh.control.gather(not name or is_seen(name))
             if mesh.is_first and not all(seen):
-                ranks = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
+                ranks = listed([str(rank) for rank, sees in enumerate(seen) if not sees])
                 text = f"--save {path}: not seen by rank {ranks}: hosts have to share this folder"
                 warnings.warn(text, stacklevel=2)
             yield

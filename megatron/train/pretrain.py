@@ -85,9 +85,9 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
                     config = replace(config, model=replace(config.model, **inputs.model))
             # The library's own threads would slow the loader's down, and it warns if they fork.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-            stack.enter_context(claim(config.checkpoint.save, mesh))
-            # Not before the claim: until then a previous run may save there.
             with without_limit("reading the checkpoint"):
+                stack.enter_context(claim(config.checkpoint.save, mesh))
+                # Not before the claim: until then a previous run may save there.
                 recovered = recover(config.checkpoint, mesh)
             start = on_all_ranks(
                 mesh, lambda: find_start(config.checkpoint) if mesh.is_first else Start()
