@@ -112,10 +112,13 @@ def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
     ]
 
 
-def report(settings: Settings, _: Stamps | None = None) -> str:
+def report(settings: Settings, stamps: Stamps) -> str:
     """Write figure6.md, .html, .png and .json; returns the text."""
     output = settings.output
-    runs = [describe(output / "runs" / name) for name in settings.sizes]
+    runs = [
+        {**describe(output / "runs" / name), "seconds": stamps[name]["seconds"]}
+        for name in settings.sizes
+    ]
     ours = [(run_title(run), run["wikitext103"], run["lambada"]) for run in runs]
     explained = [
         results.explain_wikitext(runs[0]["wikitext103"]),
@@ -173,7 +176,6 @@ def describe(folder: Path) -> dict[str, Any]:
         "parameters_without_embeddings": model["parameters"] - embeddings,
         "steps": logged[-1]["step"],
         "samples": logged[-1]["samples"],
-        "seconds": logged[-1]["elapsed_seconds"],
         "train_loss": losses[-1][1],
         "validation_loss": validation[-1][1],
         "validation_perplexity": exp(validation[-1][1]),

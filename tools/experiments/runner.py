@@ -2,8 +2,8 @@
 
 A stage leaves a stamp in OUTPUT/stages. A finished one is reused while its commands, the contents
 of its inputs and the sizes of its outputs stay the same. An interrupted one starts anew, or goes on
-from its outputs, as a training does. Once a stage has run, so do all later ones that are not
-independent.
+from its outputs, as those of `pretrain_stage` do. Once a stage has run, so do all later ones that
+are not independent.
 """
 
 import contextlib
@@ -290,8 +290,10 @@ def run_stages(
             continue
         seconds = 0.0
         if stage.goes_on and is_same and stamp["outputs"] is None:
-            seconds = stamp["seconds"]
-            print(f"{title}: goes on, interrupted before after {duration(seconds)}", flush=True)
+            # A start that was killed wrote none: its last output tells when it was alive.
+            times = [(output / name).stat().st_mtime for name in stage.output_sizes(output)]
+            seconds = stamp["seconds"] + max(0, max(times, default=0) - file.stat().st_mtime)
+            print(f"{title}: goes on after {duration(seconds)}", flush=True)
         else:
             file.unlink(missing_ok=True)
             for later, its_file in zip(stages[number:], stamp_files[number:], strict=True):

@@ -162,10 +162,12 @@ def pretrain_stage(
     """
     program, config, _ = PROGRAMS[kind]
     words: list[Word] = ["--preset", preset, *flags]
-    processes = runner.fit_processes(runner.parse_training(config, words), machine)
+    given = runner.parse_training(config, words)
+    processes = runner.fit_processes(given, machine)
     words += ["--micro-batch-size", processes.micro_batch_size, "--data-path", data]
     checkpoints, metrics = folder / "checkpoints", folder / "metrics.jsonl"
     words += ["--save", checkpoints, "--load", checkpoints, "--metrics-file", metrics]
+    words += ["--save-interval", given.training.eval_interval, "--keep-checkpoints", 2]
     return Stage(
         name=name,
         commands=[runner.torchrun(processes, program, *words)],
