@@ -32,7 +32,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from benchmarks.harness import Figures, Rank, Turn
 from benchmarks.plain_gpt2 import PlainGPT2
-from benchmarks.steps import LEARNING_RATE, SEED, batches_of, draw, dtype_of, precision_of, read
+from benchmarks.steps import LEARNING_RATE, SEED, draw, dtype_of, precision_of, read, step_batches
 from megatron.config.model import ModelConfig
 from megatron.config.pretrain import PretrainConfig, PretrainGPT2Config
 from megatron.data.images import ImageBatch
@@ -92,7 +92,7 @@ class Training:
 
     def __post_init__(self) -> None:
         own = self.rank.rank % self.models
-        self.batches = batches_of(self.config, own, self.models)
+        self.batches = step_batches(self.config, own, self.models)
         self.parameters = list(self.model.parameters())
         self.adamw = self.optimizer()
 

@@ -66,11 +66,11 @@ def read(
     return config
 
 
-def batches_of(
+def step_batches(
     config: PretrainConfig, rank: int = 0, ranks: int = 1, count: int = 1
 ) -> Iterator[list[Batch]]:
-    """The micro-batches of each step, see batch_of; count: their number. As in a training, they are
-    made while the step before runs: 16 x 1024 tokens take a host 0.7 ms."""
+    """The micro-batches of each step, see batch_of; count: those of a step on each rank. As in a
+    training, they are made while the step before runs."""
     size = config.training.micro_batch_size
     return prefetch(
         open_samples(config)[0],
@@ -181,7 +181,7 @@ class Run:
 
     def __post_init__(self) -> None:
         data = self.state.mesh.batch
-        self.batches = batches_of(self.config, data.rank, data.size, self.count)
+        self.batches = step_batches(self.config, data.rank, data.size, self.count)
 
     def __call__(self) -> dict[str, Any]:
         result = train_step(self.state, next(self.batches), LEARNING_RATE)

@@ -1,9 +1,10 @@
 """A block and a loss of your own in GPT-2, by the project's programs, at every layout.
 
-    python pretrain.py --model examples.own_model:KIND --preset quickstart --mock-data
+    python pretrain.py --model examples.own_model:KIND --preset quickstart --mock-data \\
+        --label-smoothing 0.1
 
 GPT-NeoX (arXiv 2204.06745) adds attention and MLP to the hidden states side by side. The loss is
-cross-entropy with smoothed labels; `--label-smoothing` is its setting.
+cross-entropy, with labels smoothed as `--label-smoothing` says.
 """
 
 from dataclasses import dataclass, replace

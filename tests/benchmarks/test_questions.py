@@ -418,9 +418,14 @@ def test_memory_of_a_rank_under_zero() -> None:
 
 def test_ranks_read_different_samples() -> None:
     config = steps.read(f"{steps.SMALL} --train-iters 9".split())
-    places = ((0, 0), (0, 1), (1, 0), (1, 1))  # number of a batch, rank of two
-    found = [steps.batch_of(config, *each, 2).numbers.tolist() for each in places]
-    assert found == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    for count, wanted in ((1, [[[0, 1]], [[2, 3]]]), (2, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]])):
+        for rank in (0, 1):
+            found, stride = steps.step_batches(config, rank, 2, count), 4 * count
+            for first in (0, stride):
+                numbers = [each.numbers - first for each in next(found)]
+                assert [each.tolist() for each in numbers] == wanted[rank]
+            found.close()
+    assert steps.batch_of(config, 1, 1, 2).numbers.tolist() == [6, 7]
 
 
 def test_the_norm_counts_what_is_whole_on_the_first_rank() -> None:

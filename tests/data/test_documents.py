@@ -17,6 +17,7 @@ from megatron.data import cache
 from megatron.data.documents import Documents, open_documents
 from megatron.errors import UsageError
 from tests.data.samples import write_data
+from tests.dist import PATIENCE
 from tests.files import failing
 from tests.refusals import refusal
 
@@ -109,7 +110,7 @@ def test_scan_that_cannot_be_kept_or_locked(tmp_path: Path, call: str, error: Ex
 
 
 def test_one_of_two_that_find_no_cache_makes_it(tmp_path: Path) -> None:
-    both, made = Barrier(2), list[int]()
+    both, made = Barrier(2, timeout=PATIENCE), list[int]()
 
     def run(number: int) -> int:
         looks = iter([both.wait])

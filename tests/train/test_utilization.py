@@ -67,7 +67,8 @@ def test_flops_of_an_unmodified_model(kind: str, tmp_path: Path) -> None:
     found, step = flops_of(config, state), Step(config, 1, "fp32")
     assert found is not None
     # The plan counts a matmul of rotary angles in transformers 5.17.
-    assert found.full * config.global_batch_size(1) * 64 == pytest.approx(step.flops, rel=1e-5)
+    rel = 1e-12 if kind == "gpt2" else 1e-5
+    assert found.full * config.global_batch_size(1) * 64 == pytest.approx(step.flops, rel=rel)
     cut = state_on(absent_mesh({"tensor": 2}, meta), unmodified(tmp_path, kind, 2), "fp32")
     assert matmul_weights(cut.model, 1.0) == matmul_weights(state.model, 1.0)
 
