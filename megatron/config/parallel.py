@@ -283,7 +283,7 @@ class FinetuneParallelConfig(ContextParallelConfig):
             warnings.warn(f"--sequence-parallel does nothing with {TENSOR} 1", stacklevel=2)
         if (mode := self.tensor_parallel_mode) != "1d" and self.side == 1:
             size = self.tensor_model_parallel_size
-            warnings.warn(f"{MODE} {mode} cuts nothing with {TENSOR} {size}", stacklevel=2)
+            warnings.warn(f"{MODE} {mode} cuts no layer with {TENSOR} {size}", stacklevel=2)
         if self.stage_of_zero and not self.divides_state(world_size):
             text = f"{self.zero_flag} shares nothing out with one data-parallel model: more "
             text += "processes than tensor-parallel ones x pipeline stages would make several"

@@ -112,8 +112,8 @@ def read_preset(file: Path, program: type, names: Mapping[str, str]) -> Iterator
                 raise given.error("in the table [model]")
             if given.name not in allowed or isinstance(each, dict):
                 for owner, other in tables.items():
-                    names_of = {name for name, _, _ in settings_of(other)}
-                    if is_table and other is not config and given.name in names_of:
+                    is_there = given.name in {own for own, _, _ in settings_of(other)}
+                    if is_table and not isinstance(each, dict) and other is not config and is_there:
                         raise given.error(f"in the table [{owner}]")
                 near = difflib.get_close_matches(name, allowed, n=1)
                 where = f"table [{key}]" if is_table else "program"

@@ -98,7 +98,7 @@ def find_shards(paths: Sequence[Path], endings: Sequence[str] = (*LINES, TEXT)) 
         others = [f"{each.name}{'/' * each.is_dir()}" for each in content if each not in in_folder]
         works = f"files {readable}, are read"
         if any(each.endswith("/") for each in others):
-            works += "; name folders inside it after --input, too"
+            works += "; folders inside it are read if named after --input, too"
         warn_not_read(f"--input {path}", others, works)
     if not shards:
         raise ValueError("--input is to be followed by files of documents, or folders of them")

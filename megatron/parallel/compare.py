@@ -143,6 +143,7 @@ class KeepFP64(TorchFunctionMode):
 
             args = tuple(map(kept, args))
             kwargs = {name: kept(value) for name, value in kwargs.items()}
-        if is_fp64 and func is Tensor.matmul:  # of rotary frequencies by positions, which are fp32
+        if is_fp64 and func is Tensor.matmul and len(args) == 2:
+            # Rotary frequencies by positions, which are fp32.
             args = args[0], args[1].double()
         return func(*args, **kwargs)

@@ -57,7 +57,7 @@ KINDS = (  # (kind, pattern for names of kernels and operators); the first match
     (COMMUNICATION, rf"^({'|'.join(SENDING)})"),
     ("copies", rf"^triton_(poi|red|per)_fused_(_*({_COPYING})_+)+\d+$"),
     ("elementwise", r"^triton_(poi|red|per|spl|for)_"),
-    ("attention", r"flash|fmha|sdpa|cudnn|scaled_dot_product|flex_attention|flex_decoding"),
+    ("attention", r"flash|fmha|sdpa|cudnn(::fusion|_generated)|scaled_dot_product|flex_(att|dec)"),
     ("optimizer", r"adam"),
     ("norm", r"lpnorm|normtwoops|foreach_norm|vector_norm"),
     (
