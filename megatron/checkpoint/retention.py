@@ -30,8 +30,8 @@ from megatron.parallel.mesh import Mesh
 _NO_LOCKS = (errno.ENOLCK, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS)
 # Seconds after which NFS no longer says from memory that a new folder is missing.
 _APPEARS = 60
-# Leftovers of killed saves; the last is of earlier versions.
-_LEFTOVERS = (".step_*.partial", ".step_*.removed", "latest.tmp*", ".claim-*")
+# Leftovers of killed starts and saves; the last is of earlier versions.
+_LEFTOVERS = (".claim-*", ".step_*.partial", ".step_*.removed", "latest.tmp*")
 
 
 @contextmanager

@@ -108,7 +108,10 @@ KERNELS = {  # as torch, its compiler, cuBLAS, cuDNN and NCCL name them, and ope
         "aten::_foreach_norm",
     ),
     "communication": ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "gloo:all_reduce"),
-    "other": ("void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>",),
+    "other": (
+        "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>",
+        "void cudnn::ops::nchwToNhwcKernel<__nv_bfloat16, __nv_bfloat16, float, false, true>",
+    ),
 }
 
 

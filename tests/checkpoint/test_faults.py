@@ -135,7 +135,8 @@ def test_a_save_removes_what_killed_ones_left(tmp_path: Path) -> None:
     for folder in (".step_00000002.partial", ".step_00000007.removed"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / SHARD).write_bytes(b"half")
-    (tmp_path / "latest.tmp123").touch()
+    for file in ("latest.tmp123", ".claim-123"):
+        (tmp_path / file).touch()
     assert step_folders(tmp_path) == [tmp_path / "step_00000001"]
     save_steps(saver_into(tmp_path, state, start_step=1), state, [2])
     assert names(tmp_path) == ["latest", "step_00000001", "step_00000002"]

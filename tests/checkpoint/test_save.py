@@ -319,3 +319,13 @@ def test_a_folder_that_one_host_has_is_a_warning(tmp_path: Path) -> None:
             )
         with warnings.catch_warnings(**always) as warned, claim(str(tmp_path), mesh):
             assert not warned
+        exists = Path.exists
+
+        def of_a_dead_mount(path: Path) -> bool:
+            if path.name.startswith(".claim-"):
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return exists(path)
+
+        dead = patch.object(Path, "exists", of_a_dead_mount)
+        with dead, warnings.catch_warnings(**always) as warned, claim(str(tmp_path), mesh):
+            assert len(warned) == mesh.is_first

@@ -174,6 +174,7 @@ def test_bad_presets_name_file_and_key(tmp_path: Path) -> None:
         ("preset = 'b.toml'\n", "preset"),
         ("[model]\n\nseed = 1\n", "line 3: seed"),
         ("[training]\ntensor_model_parallel_size = 2\n", "must be in the table [parallel]"),
+        ("[model]\nlr = {a = 1}\n", "a setting of this table [model]"),
         ("[modle]\nnum_layers = 4\n", "line 1: [modle]"),
         ("lr = 1\nmodel.num_layer = 4\n", "line 2: num_layer"),
         ("lr = 1\n'model' = {num_layer = 4}\n", "line 2: num_layer"),

@@ -217,7 +217,7 @@ class Outcome:
     """The record of one rank of a run; all tensors whole, of all pipeline stages."""
 
     terms: list[Mapping[str, float]]  # of every step, and of an evaluation
-    norms: list[float]  # and after each the tokens of the step and the samples so far
+    figures: list[float]  # of every step: norm, tokens, samples so far
     gradients: dict[str, Tensor]  # of the first step
     weights: dict[str, Tensor]  # masters, after the last one
     saved: dict[str, Tensor]  # what a checkpoint of this moment holds
@@ -274,19 +274,19 @@ def run(
     gradients = {
         name: each / state.scaler.scale for name, each in whole_gradients(state.gradients).items()
     }
-    terms, norms = [], []
+    terms, figures = [], []
     for step in range(STEPS):
         batch = case.draw(case.samples, first=step * case.samples)
         result = train_step(state, micro_batches(batch, mesh, size), LR)
         terms.append(result.terms)
-        norms += [result.grad_norm, result.tokens, state.samples]
+        figures += [result.grad_norm, result.tokens, state.samples]
     data, plan = Data(case), state.pipeline
     terms.append(mean_losses(state.model, state.objective, data, EVALUATED, 1, mesh, plan))
     weights = whole_slices(state.optimizer.masters())
     if save_to is not None:
         save_state(state, save_to, vocab_size=VOCABULARY)
     gradients, weights = (of_all_stages(each, mesh) for each in (gradients, weights))
-    return Outcome(terms, norms, gradients, weights, slices(state), counted)
+    return Outcome(terms, figures, gradients, weights, slices(state), counted)
 
 
 def distance(one: Tensor, other: Tensor, scale: float) -> float:
@@ -305,7 +305,7 @@ def differences(found: Outcome, wanted: Outcome) -> dict[str, float]:
     for own, other in zip(found.terms, wanted.terms, strict=True):
         for name, value in other.items():
             worst["loss"] = np.maximum(worst["loss"], abs(own[name] - value) / abs(value))
-    for one, two in zip(found.norms, wanted.norms, strict=True):
+    for one, two in zip(found.figures, wanted.figures, strict=True):
         worst["norm"] = np.maximum(worst["norm"], abs(one - two) / two)
     for kind in ("gradients", "weights"):
         ours, theirs = getattr(found, kind), getattr(wanted, kind)

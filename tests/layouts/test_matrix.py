@@ -148,7 +148,7 @@ def test_the_cases_are_as_uneven_as_they_are_meant_to_be() -> None:
     one, other = (alone(case, CPU) for case in (plain, dropped))
     assert abs(one.terms[0]["loss"] - other.terms[0]["loss"]) > 1e-3
     norm = torch.nn.utils.get_total_norm(one.gradients.values()).item()
-    assert one.norms[0] == pytest.approx(norm, rel=1e-12)
+    assert one.figures[0] == pytest.approx(norm, rel=1e-12)
 
 
 SERIAL, CPU = Case("serial", "gpt2"), torch.device("cpu")
@@ -171,7 +171,7 @@ def test_other_numbers_are_seen() -> None:
     wrong = {
         "gradients": replace(right, gradients=right.gradients | {name: half}),
         "weights": replace(right, weights=right.weights | {name: before}),
-        "norm": replace(right, norms=[2**0.5 * each for each in right.norms]),
+        "norm": replace(right, figures=[2**0.5 * each for each in right.figures]),
         "loss": replace(right, terms=[{"loss": each["loss"] + 1e-6} for each in right.terms]),
     }
     assert max(differences(right, right).values()) == 0
@@ -182,5 +182,5 @@ def test_other_numbers_are_seen() -> None:
             if value > TOLERANCES[torch.float64]
         }
         assert seen == {kind}
-    without = replace(right, norms=[nan, *right.norms[1:]])
+    without = replace(right, figures=[nan, *right.figures[1:]])
     assert isnan(differences(without, right)["norm"])

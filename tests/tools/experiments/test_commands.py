@@ -109,8 +109,10 @@ def test_commands_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                 output = Path(command.argv[command.argv.index("--output") + 1])
                 output.parent.mkdir(parents=True, exist_ok=True)
         parsed[name] = [parse_command(command) for command in commands]
-    runs = [each.model for each in parsed["figure6"] if isinstance(each, PretrainGPT2Config)]
-    assert [f"{run.num_layers}x{run.hidden_size}" for run in runs] == list(SIZES)
+    runs = [each for each in parsed["figure6"] if isinstance(each, PretrainGPT2Config)]
+    assert [f"{run.model.num_layers}x{run.model.hidden_size}" for run in runs] == list(SIZES)
+    # A killed training goes on from its last evaluation.
+    assert all(run.checkpoint.save_interval == run.training.eval_interval for run in runs)
     for name in ("figure7", "figure7 without data"):
         berts = [each for each in parsed[name] if isinstance(each, PretrainBertConfig)]
         values = [(r.model.residual_order, r.model.num_layers, r.optimizer.lr) for r in berts]

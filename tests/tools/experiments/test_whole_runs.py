@@ -78,6 +78,8 @@ def test_figure_6(tmp_path: Path, data: Path) -> None:
         assert run["lambada"]["data"][0]["file"] == Path(LAMBADA).name
         assert run["wikitext103"]["word_perplexity"] > 1
         assert run["lambada"]["num_examples"] == 2
+        stamp = json.loads((output / "stages" / f"{run['name']}.json").read_text())
+        assert run["seconds"] == stamp["seconds"]
     assert (output / "figure6.png").stat().st_size > 10_000
     assert reused_stages(figure6, words) == 7
 
