@@ -2,8 +2,8 @@
 # Usage: scripts/test.sh [GROUP] [PYTEST ARGUMENTS]
 # GROUP is one of: lint, fast, slow, slurm, sweep, gpu, matrix (every layout with
 # every option, for hours), slowest (all tests, then the files that take longest and the CPU seconds)
-# or all (the default: every check and test but the sweeps and those of a GPU). Two tests run at a
-# time; `-n 0` after the group runs one.
+# or all (the default: every check and test but the sweeps and those of a GPU). Three tests run at a
+# time, as many of them wait; `-n 0` after the group runs one.
 #
 # gpu: the tests of a CUDA device and the layouts on it, in parts that run side by side, for at most 4
 # minutes on 16 cores: a part fails where it has not ended after 220 s, or after $LIMIT. They need no
@@ -18,7 +18,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 groups="lint fast slow slurm sweep gpu matrix slowest all"
 export OMP_NUM_THREADS=1 # each worker, and each process that a test starts, has one core
 
-tests() { .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"; }
+tests() { .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"; }
 lint() {
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .

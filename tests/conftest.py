@@ -160,6 +160,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "test_data" in getattr(item, "fixturenames", ()):
             item.add_marker("real_data")
-    # Files go to two workers, whole and in this order: the longest must not come last.
+    # Files go to the workers, whole and in this order: the longest must not come last.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
