@@ -302,7 +302,7 @@ class MasterWeights:
             local, spec = parameters[name].detach(), self.gradients.specs[name]
             if name in masters:
                 local, spec = masters[name].local, masters[name].spec
-            load_whole(local, whole.detach().to(parameters[name].dtype), spec)
+            load_whole(local, whole.detach(), spec)
         self.publish()
 
     def tensors(self) -> Iterator[TensorSlice]:

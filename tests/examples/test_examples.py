@@ -256,6 +256,12 @@ def test_a_model_on_meta_is_filled_one_weight_at_a_time() -> None:
     for name, each in values.named_parameters():
         assert torch.equal(whole[f"model.{name}"], each), name
     assert zero_own_model.evaluate(mesh, model) == pytest.approx(expected, rel=1e-12)
+    narrow = MasterWeights(
+        GradientBuckets.for_master_weights(Model().bfloat16(), mesh=mesh), OptimizerConfig()
+    )
+    narrow.fill(values.named_parameters())
+    for name, master in whole_slices(narrow.masters()).items():
+        assert torch.equal(master, dict(values.named_parameters())[name].float()), "not rounded"
 
 
 def test_zero_own_model_is_a_plain_loop_and_goes_on_at_another_stage(tmp_path: Path) -> None:
