@@ -249,6 +249,14 @@ def test_weights_match_by_name_but_for_what_is_allowed(tmp_path: Path) -> None:
         assert torch.equal(tensor, expected), key
 
 
+@on_ranks(2)
+def test_each_stage_starts_from_its_own_weights(tmp_path: Path) -> None:
+    saved, state = (state_at("pipeline=2", seed=SEED + n) for n in range(2))
+    save_state(saved, tmp_path, **FACTS)
+    state.load_weights(verify(tmp_path / "step_00000000", state.mesh))
+    assert_exact(slices(state), slices(saved))
+
+
 # Made by commit 98c61ae with the state and the steps below, from scratch: six steps, saved after
 # three, at two tensor-parallel ranks. These are the losses of steps 4 to 6 there.
 OLD = Path(__file__).parent / "of_98c61ae"

@@ -30,7 +30,7 @@ from megatron.train.monitors import MemorySaves
 from megatron.train.state import TrainState
 from tests.checkpoint.saving import SAVE_FILE, contents, flip, fresh, names, train
 from tests.dist import Pool, on_ranks
-from tests.files import cut_off, failing
+from tests.files import before_calls, cut_off, failing
 from tests.programs import assert_equal_bits, finished, lines_of, newest, pretrain
 from tests.refusals import refusal
 from tests.test_faults import DROPOUT, PLAIN, SPLIT, at_call, die, flags, flip_in_step_3
@@ -240,8 +240,14 @@ def test_a_damaged_step_on_disk_does_not_count(base: Path) -> None:
         shutil.copytree(base / "calm" / "step_00000003", base / "save" / name)
         flip(base / "save" / name / SHARD)
     config = CheckpointConfig(save=str(base / "save"), load=str(base / "save"))
-    with shared_memory(base / "host_0"):
+    flushed = list[Path]()
+
+    def note(_: str, given: Sequence[int]) -> None:
+        flushed.append(Path(f"/proc/self/fd/{given[0]}").readlink())
+
+    with shared_memory(base / "host_0"), before_calls(note, "os.fsync"):
         lines = recover(config, fresh(1).mesh)
+    assert base / "save" / ".step_00000003.partial" / SHARD in flushed
     assert "step 3 was in memory" in "\n".join(lines)
     assert [str(base / "save") in line for line in lines if "passed over" in line] == [True] * 2
     assert_equal_bits(base / "save" / "step_00000003", base / "calm" / "step_00000003")

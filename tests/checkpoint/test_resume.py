@@ -12,6 +12,7 @@ from megatron.checkpoint.resume import (
     changes,
     check_start,
     data_fingerprint,
+    differences,
     find_start,
     newest_readable,
 )
@@ -124,8 +125,9 @@ def test_a_load_without_checkpoints_is_refused(runs: Path) -> None:
 
 
 def test_a_damaged_newest_one_is_not_looked_at(runs: Path) -> None:
-    for step in (12, 16):
-        (make_checkpoint(Path("one"), step) / "manifest.json").write_text("{")
+    (make_checkpoint(Path("one"), 12) / "manifest.json").write_text("{")
+    longer = make_checkpoint(Path("one"), 16) / "shard_00001.safetensors"
+    longer.write_bytes(longer.read_bytes() * 2)
     # The newest that can be read is of the same run.
     folders = start_of(["--load", "one", "--save", "ahead"]).folders
     newest, reasons = newest_readable(folders, any_loop=True)
@@ -241,11 +243,21 @@ def test_default_of_a_new_setting() -> None:
     assert refused_start(settings(shuffle=False), facts)[1] == ("--shuffle",)
     del facts["config"]["optimizer"]["optimizer"]  # moments are of adamw
     assert refused_start(settings(optimizer="sgd"), facts)[1] == ("--optimizer", "adamw")
+    sgd = settings(optimizer="sgd", sgd_momentum=0.5)
+    assert refused_start(sgd, manifest(optimizer="sgd"))[1] == ("--sgd-momentum", "0.9")
     now = settings(cpu_offload_activations=True, optimizer_cpu_offload=True)
     del facts["config"]["model"]["cpu_offload_activations"]
     del facts["config"]["optimizer"]["optimizer_cpu_offload"]
     check_start(now, PATH, facts, identity=IDENTITY)
     assert config_of(facts) == replace(now.model, cpu_offload_activations=False)
+
+
+def test_a_key_that_one_config_json_lacks_differs() -> None:
+    both = [manifest(attention_dropout=0.0, hidden_dropout=0.0) for _ in range(2)]
+    for facts, text in zip(both, ('{"rope": 1}', "{}"), strict=True):
+        facts["config"]["model"]["hf_config"] = text
+    assert differences(*both)["config.json: rope"] == (1, None)
+    assert differences(*both[::-1])["config.json: rope"] == (None, 1)
 
 
 def test_settings_of_a_custom_kind_may_not_change() -> None:

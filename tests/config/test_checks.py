@@ -96,7 +96,7 @@ LAST_OF_GPT2 = """
 --begin-token [BOT] | --end-token [EOT] | --json-key body | --too-long refuse | --cache-tokens
 --dataset-name x | --dataset-split test | --pad --dataset-name x --data-path y | --pad --mock-data
 --eod-mask-loss --mock-data | --pad --eod-mask-loss | --pad --reset-position-ids
---pad --reset-attention-mask | --pad --too-long split
+--pad --reset-attention-mask | --pad --too-long split | --pad --dataset-name x --dataset logging.config:dictConfig
 --sample-interval 0 | --sample-prompts a.txt | --sample-interval 2 --sample-prompts nowhere.txt
 --profile-step-start 0 | --profile-step-end 0 | --profile-step-end 2 --profile-step-start 1
 --save s --profile-step-end 2 --profile-step-start 3
@@ -104,7 +104,7 @@ LAST_OF_GPT2 = """
 """
 LAST_OF_LLAMA = """
 --num-query-groups 3 | --num-query-groups 0 | --rotary-base 0 | --layernorm-impl apex
---hidden-size 20 --num-attention-heads 4 | --rope-scaling 0.5 1 4 8192 | --rope-scaling 8 4 1 8192
+--hidden-size 20 --num-attention-heads 4 | --rope-scaling 0.5 1 4 8192 | --rope-scaling 8 4 4 8192
 --rope-scaling 8 1 4 0 | --rope-scaling inf 1 4 8192
 """
 LAST_OF_BERT = """

@@ -84,6 +84,7 @@ def test_short_help_has_every_flag_and_help_all_explains_each(tmp_path: Path) ->
     names = set(re.findall(r"^  (--[a-z][\w-]*)", whole, re.MULTILINE))
     assert len(names) > 100
     assert {name for name in names if name[:5] != "--no-"} <= set(re.findall(r"--[\w-]+", short))
+    assert "--no-" not in short
     assert len(whole.splitlines()) > 3 * len(names) > 3 * len(short.splitlines())
 
 

@@ -194,6 +194,9 @@ def test_bad_presets_name_file_and_key(tmp_path: Path) -> None:
 def test_a_kind_that_is_not_known_is_named_with_its_line(tmp_path: Path) -> None:
     words = ["--preset", preset(tmp_path, 'lr = 1\n\n[model]\nkind = "gpt"\n')]
     refusal(partial(take_kind, words, {}), "line 4: kind", field="--preset")
+    later = tmp_path / "later.toml"
+    later.write_text('model.kind = "vit"\n')
+    assert take_kind([*words, "--preset", str(later)], {})[0] == "vit"
     missing = ["--preset", "nowhere"]  # `parse` knows which presets the kind has
     assert take_kind([*missing, "--model", "vit"], {}) == ("vit", missing)
     refusal(partial(take_kind, missing, {}), field="--preset")

@@ -104,6 +104,7 @@ def test_loss_mask(prefix: str) -> None:
     found = batch.tokens[is_chosen]
     assert (found == MASK).mean() == pytest.approx(0.8, abs=0.05)
     assert ((found == MASK) | (found >= FIRST)).all()
+    assert {PAD, CLS, SEP, MASK}.isdisjoint(opened(prefix)[0].masking.ordinary.tolist())
 
 
 def test_segments_are_neighbours(prefix: str) -> None:

@@ -70,6 +70,9 @@ def test_lines_are_found_once(tmp_path: Path) -> None:
             other = open_documents(path, key="body")
         assert (texts(other), other.content != first.content) == (["3"], True)
         assert texts(open_documents(path)) == ["two", "zwölf\n", "drei"]
+    before = [*Path("/proc/self/fd").iterdir()]
+    assert [open_documents(path).num_documents for _ in range(9)] == [3] * 9
+    assert len([*Path("/proc/self/fd").iterdir()]) <= len(before), "files stay open"
     first = open_documents(path)
     Path(path).write_text('{"text": "other, but as long as"}')
     os.utime(path, ns=(1, 1))

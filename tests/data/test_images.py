@@ -11,7 +11,7 @@ from PIL import Image
 
 from megatron.data import images
 from megatron.data.files import DataError
-from megatron.data.images import CHANNELS, open_images
+from megatron.data.images import CHANNELS, RandomImages, open_images
 from megatron.errors import UsageError
 from tests.files import before_calls, cut_off
 from tests.refusals import refusal
@@ -155,6 +155,8 @@ def test_changes_are_functions_of_seed_and_number(folder: Path) -> None:
     assert plain.shifts is None
     assert plain.flips is None
     assert packed.series("training", 1).batch([0]).shifts is None
+    ones = [RandomImages(2, SIDE, seed).batch([3]).images for seed in (1, 2)]
+    assert not np.array_equal(*ones)
 
 
 def test_an_epoch_has_every_image_once(folder: Path) -> None:

@@ -207,6 +207,10 @@ def test_shards(sharded: str, tmp_path: Path) -> None:
     for start, stop in itertools.combinations_with_replacement(range(20), 2):
         assert ours.read(start, stop).tolist() == single.read(start, stop).tolist()
     assert whole(f"{sharded}_00001") == [9, 10, 0]  # each shard is a data set by itself
+    forget_samples(Path(sharded))
+    before = IndexedDataset(sharded).content
+    change(Path(f"{sharded}_00001"), ".bin", 0, b"\x08\0")
+    assert IndexedDataset(sharded).content != before
 
 
 def test_files_that_do_not_belong_together(tmp_path: Path) -> None:

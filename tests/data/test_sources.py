@@ -32,6 +32,7 @@ def prefix(tmp_path: Path) -> str:
 
 
 def test_data_set_and_tokenizer(prefix: str) -> None:
+    Path(prefix).mkdir()  # a folder of its name is not read in its place
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for tokenizer, size in [(PlainTokenizer(), None), (PlainTokenizer(), 128), (None, 100)]:

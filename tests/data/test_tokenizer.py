@@ -149,6 +149,9 @@ def test_mark_that_is_no_special_token(tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(file)
     assert tokenizer.eod == 1 not in tokenizer.encode("the[EOT]")
     assert tokenizer.encode("[BOT]") == [0]  # an added token like any other
+    tokens = json.loads(Path(file).read_bytes())["added_tokens"]
+    change_json(folder, added_tokens=[tokens[0], tokens[1] | {"special": True}])
+    assert 0 not in HuggingFaceTokenizer(file).encode("[BOT]")
 
 
 def test_ids_are_below_the_vocabulary_size(tmp_path: Path) -> None:

@@ -162,10 +162,11 @@ def test_a_damaged_compressed_file_yields_what_is_before(ending: str, tmp_path: 
     assert line.offset == 0
 
 
-def test_a_failing_disk_is_not_taken_for_a_damaged_file(tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl.gz").symlink_to("/proc/self/mem")  # whose first byte cannot be read
+@pytest.mark.parametrize("name", ["in.jsonl.gz", "in.txt.gz"])
+def test_a_failing_disk_is_not_taken_for_a_damaged_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to("/proc/self/mem")  # whose first byte cannot be read
     with pytest.raises(OSError, match=rf"\[Errno {errno.EIO}\]"):
-        list(json_lines.read_lines(str(tmp_path / "in.jsonl.gz"), 0, 1))
+        list(json_lines.read_shard(tmp_path / name, 0, 1))
 
 
 def test_a_folder_is_read_in_order_and_without_the_files_of_the_step(tmp_path: Path) -> None:
