@@ -96,7 +96,8 @@ LAST_OF_GPT2 = """
 --begin-token [BOT] | --end-token [EOT] | --json-key body | --too-long refuse | --cache-tokens
 --dataset-name x | --dataset-split test | --pad --dataset-name x --data-path y | --pad --mock-data
 --eod-mask-loss --mock-data | --pad --eod-mask-loss | --pad --reset-position-ids
---pad --reset-attention-mask | --pad --too-long split | --pad --dataset-name x --dataset logging.config:dictConfig
+--pad --reset-attention-mask | --pad --too-long split
+--pad --dataset-name x --dataset logging.config:dictConfig
 --sample-interval 0 | --sample-prompts a.txt | --sample-interval 2 --sample-prompts nowhere.txt
 --profile-step-start 0 | --profile-step-end 0 | --profile-step-end 2 --profile-step-start 1
 --save s --profile-step-end 2 --profile-step-start 3
