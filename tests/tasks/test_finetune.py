@@ -295,6 +295,14 @@ def test_of_equal_epochs_the_first_is_the_best() -> None:
     assert finetune.Epochs.best(epochs) == 2
 
 
+def test_a_skipped_step_counts_in_no_loss() -> None:
+    epochs = Mock(loss_sum=0.0, examples_seen=0.0, **{"training.state.step": 1})
+    epochs.steps.numbers.return_value = range(5)
+    for each in (Mock(skipped=False, loss=2.0), Mock(skipped=True, loss=math.inf)):
+        finetune.Epochs.post_step(epochs, each)
+    assert (epochs.loss_sum, epochs.examples_seen) == (10, 5)
+
+
 def test_checkpoints_give_their_figures(tuned: Tuned) -> None:
     save, record = tuned
     for each in record["seeds"]:

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.checkpoint.format import read_manifest
 from megatron.config.parse import parse
-from tasks.cifar10 import draw
+from tasks.cifar10 import Classification, draw
 from tasks.main import TASKS, find_module, main, split_task
 from tasks.record import ROOT, identify
 from tests.programs import refused_before_torch
@@ -50,6 +50,11 @@ def test_pictures_are_spread_over_the_images(tmp_path: Path) -> None:
     draw(tmp_path / "x.png", images, np.arange(100) % 2, ("a", "b"))
     drawn = [call.args[0][0] for call in images.batch.call_args_list]
     assert [drawn[each] for each in (0, 15, 16, 31)] == [0, 98, 1, 99]
+    images.splits[0].labels = np.array([0, 0, 1])
+    found = Classification(MagicMock(picture=None), images, ("a", "b"), {})
+    figures = found.score(np.array([[0], [1], [1]]))
+    assert figures["by_class"] == {"a": 0.5, "b": 1}  # by label
+    assert figures["confusions"] == [["a", "b", 1]]
 
 
 def of_file(file: Path, peer: Peer, *more: str) -> list[str]:

@@ -124,6 +124,8 @@ def test_levels(tmp_path: Path) -> None:
     refusal(lambda: race(top / "dev" / "high", top / "dev"), field="--valid-data")
     counted = tasks["splits"].notes["input"]["train"]
     assert (counted["passages"], counted["questions"]) == (3, 5)
+    sizes = [option.tokens.size for each in task.train for option in each.options]
+    assert task.train.whole.tolist() == sizes
     assert counted["answers"] == {"A": 2, "B": 0, "C": 1, "D": 2}
 
 

@@ -195,6 +195,7 @@ def test_what_is_no_run(words: str, tmp_path: Path) -> None:
 
 LAST = """
 a again --tolerance -1 | a again --json nowhere/result.json | a again --step 2
+a again --dtype fp32
 a again --activations --samples 0 | a again --activations --samples 5
 a again --activations --step 3
 """

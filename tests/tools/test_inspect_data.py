@@ -178,7 +178,7 @@ def test_sample_of_gpt2(capsys: Capture, documents: Documents, shuffle: bool) ->
         assert lines[-1].endswith(repr(tokenizer.decode([batch.labels[row, -1]])))
 
 
-def test_statistics_of_gpt2(capsys: Capture, documents: Documents) -> None:
+def test_statistics_of_gpt2(capsys: Capture, documents: Documents, tmp_path: Path) -> None:
     words = ["--data-path", documents[0], "--seq-length", "32", "--samples", "0"]
     rows = table(printed(capsys, *words, "--statistics", "400", "--eod-mask-loss"))
     share = 100 * 300 / IndexedDataset(documents[0]).num_tokens
@@ -186,6 +186,10 @@ def test_statistics_of_gpt2(capsys: Capture, documents: Documents) -> None:
     assert sum(rows["end marks"]) + sum(rows["tokens that count in the loss"]) == pytest.approx(200)
     assert 50 < rows["samples of several documents"][0] < 100
     assert table(printed(capsys, *words))["tokens that count in the loss"] == [100, 100]
+    write_data_of_tokenizer(tmp_path / "q", [[*[50] * 9, 260]] * 600)  # a tenth are marks
+    blend = [words[0], "3", words[1], "1", str(tmp_path / "q"), *words[2:]]
+    rows, share = table(printed(capsys, *blend)), 0.75 * share + 0.25 * 10
+    assert rows["end marks"] == [pytest.approx(share, abs=0.5), pytest.approx(share, abs=0.01)]
 
 
 REFUSED = """

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from megatron.train.evaluate import batch_of
 from tests.dist import Pool
 from tests.refusals import by_last_flag, field_of, refusal, refused
 from tests.tiny import SEQUENCE, VOCABULARY, mesh_of_ranks, tiny_model
-from tools.lm_harness import READERS, find_tasks, main, write_definition
+from tools.lm_harness import READERS, ask, find_tasks, main, write_definition
 
 WIKI = " \n = One = \n \n Text of one . \n = = Part = = \n \n = Two = \n Text of two . \n"
 LONG = "A text of more letters than the model has positions, so that windows roll."
@@ -113,6 +114,7 @@ def tiny_lm(tensor_size: int | str = 1, micro_batch_size: int = 3) -> Any:
 def test_a_begin_mark_comes_first_unless_the_harness_leaves_it_out() -> None:
     lm = tiny_lm()
     lm._begin = [7]
+    assert lm.prefix_token_id == 7
     found = [lm.tok_encode("A", add_special_tokens=each)[0] == 7 for each in (None, True, False)]
     assert found == [True, True, False]
 
@@ -159,6 +161,17 @@ def test_text_ends_before_its_stop_sequence() -> None:
     options = {"until": [stop, ""], "max_gen_toks": 8}
     (text,) = lm.generate_until(instances("generate_until", ("A", options)))
     assert text == whole[: whole.index(stop)]
+
+
+def test_examples_of_a_prompt_are_chosen_by_the_harnesss_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("lm_eval")
+    manager, task = MagicMock(), MagicMock()
+    manager.load.return_value = {"tasks": {"a": task}}
+    monkeypatch.setattr("lm_eval.evaluator.evaluate", lambda *_, **__: {})
+    ask(MagicMock(), ["a"], manager, None)
+    task.set_fewshot_seed.assert_called_once_with(1234)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_same_tokenizer(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(("count", "size", "words"), [(1500, 9000, ""), (500, 100, "words ")])
 def test_unknown_letters(tmp_path: Path, count: int, size: int, words: str) -> None:
     letters = "".join(chr(0x4E00 + number) for number in range(count))
-    source = write_jsonl(tmp_path / "in.jsonl", [{"text": f"{words}{letters} {words}"}] * 2)
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": f"{words}{letters[::-1]} {words}"}] * 2)
     train_tokenizer((source,), size, tmp_path, LOWER_CASE)
     tokenizer = read_tokenizer(LOWER_CASE, tmp_path)
     assert tokenizer.encode(letters[-1]) == [1]

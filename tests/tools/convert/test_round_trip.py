@@ -247,7 +247,9 @@ def test_several_files(tmp_path: Path, kind: str, activations: tuple[str, ...]) 
     write = partial(write_model_of, back, checkpoint, family, tokenizer, shard_size="6KB")
     back.mkdir()
     write()
-    assert len(list(back.glob("model-*.safetensors"))) > 3
+    files = list(back.glob("model-*.safetensors"))
+    assert len(files) > 3
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o644}  # others may read them
     models.assert_same_weights(folder, back)
     models.imported(back, "again")
     for activation in activations:
@@ -293,7 +295,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", models.WRITERS)
-def test_no_tokenizer(tmp_path: Path, kind: str) -> None:
+def test_no_tokenizer(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = models.WRITERS[kind](tmp_path / "hf")
     small = models.WRITERS[kind](tmp_path / "s", vocab_size=90)
     for file in [*folder.iterdir(), *small.iterdir()]:
@@ -309,6 +311,10 @@ def test_no_tokenizer(tmp_path: Path, kind: str) -> None:
         "bert": {"vocab_file": write_wordpiece(tmp_path)},
         "llama": {"vocab_file": write_tokenizer_json(tmp_path / "json")},
     }[kind]
+    with monkeypatch.context() as patch:
+        patch.setattr("tools.convert.vocabulary.compare_ids", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):  # they are compared
+            models.exported(step, folder, **files)
     models.exported(step, folder, **files)
 
     def opened(step: Path, **given: str) -> int:

@@ -114,7 +114,9 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     numbers = np.random.default_rng(0)
     documents = [[*numbers.integers(260, size=200).tolist(), 260] for _ in range(8)]
     write_data_of_tokenizer(place / "text_document", documents)
-    moved = shutil.copytree(models.write_model(place / "hf"), place / "moved")
+    folder = models.write_model(place / "hf")
+    models.change_json(folder / "generation_config.json", repetition_penalty=1.0)  # its own
+    moved = shutil.copytree(folder, place / "moved")
     words = f"{RATES} --save {place / 'run'}"
     train(place, moved, f"{words} --train-iters 2 --zero-stage 3", world=2)
     shutil.rmtree(moved)

@@ -48,6 +48,7 @@ def test_trained_here(tmp_path: Path, layout: str, world: int) -> None:
     tokens = torch.from_numpy(np.random.default_rng(1).integers(261, size=(4, 16)))
     ours = load_model(verify(checkpoint, serial_mesh()), serial_mesh(), torch.float64)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float64)
+    assert AutoTokenizer.from_pretrained(tmp_path / "back").model_max_length == 16
     expected = theirs(tokens).logits
     found = whole_logits(ours, serial_mesh(), tokens)
     assert found.shape == expected.shape == (4, 16, 261)

@@ -51,6 +51,7 @@ def test_import_and_export(
     pixels = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
     ours = model(ImageBatch(images=torch.tensor(pixels[None]), labels=torch.zeros(1)))
     processor = ViTImageProcessor.from_pretrained(tmp_path / "back")
+    assert processor.resample == Image.Resampling.BICUBIC  # as in training here
     other = ViTForImageClassification.from_pretrained(tmp_path / "back").eval()
     scores = other(**processor(Image.fromarray(pixels), return_tensors="pt")).logits
     torch.testing.assert_close(ours, scores, rtol=1e-4, atol=1e-4)

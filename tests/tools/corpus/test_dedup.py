@@ -16,6 +16,7 @@ from megatron.errors import UsageError
 from tests.refusals import refusal
 from tests.tools.corpus.lines import dropped, duplicates, manifest, read_jsonl, write_jsonl
 from tools.corpus.dedup import Settings, run, signatures
+from tools.corpus.dedup.candidates import Buckets
 from tools.corpus.dedup.clusters import Clusters, best_edges, join_all, roots_of
 from tools.corpus.dedup.signatures import SHINGLES, Bands, Shingle, Shingler
 from tools.corpus.dedup.verify import EDGE, Sets
@@ -205,7 +206,8 @@ def test_documents_of_one_id_are_told_apart_and_an_id_that_is_made_is_nobody_els
     assert len(read_jsonl(tmp_path / "a" / "out")) == 3
     assert (len(there), there, kept) == (1, back, {"same"})
     names = ["a", "a", "a", "a-1", "a-5", "b", "a-2"]
-    kept, lines = dedup(tmp_path / "c", [{"id": name, "text": texts[0]} for name in names])
+    records = [{"id": name, "text": texts[0]} for name in names]
+    kept, lines = dedup(tmp_path / "c", records, shards=2)
     made = {line["id"] for line in lines}
     assert (kept, len({*made, "a"})) == ({"a"}, len(names))
     assert {"a-1", "a-5", "a-2", "b"} < made
@@ -283,6 +285,15 @@ def test_how_a_bucket_is_split_does_not_depend_on_the_order(tmp_path: Path) -> N
     assert results[0] == results[1] == results[2]
 
 
+def test_another_band_splits_a_bucket_in_other_orders() -> None:
+    bits = np.random.default_rng(0).integers(1 << 64, size=(40, 2), dtype=np.uint64)
+    found = {"sketches": bits, "documents": np.zeros(40, [("digest", "<u8", 2)])}
+    members = np.arange(40)
+    buckets = Buckets(MagicMock(gather=lambda _, name: found[name]), members, 0.7)
+    one, again, other = ([*map(list, buckets.split(members, band, 10))] for band in (2, 2, 3))
+    assert one == again != other
+
+
 def test_a_cluster_of_the_largest_size_is_removed(tmp_path: Path) -> None:
     records = [{"id": str(n), "text": text_of(random.Random(11))} for n in range(4)]
     limits = {"max_cluster": 4, "max_source_loss": 1.0, "expected_removal": 1.0}
@@ -299,7 +310,7 @@ def test_an_absurd_removal_stops_the_run(
     settings, flag = {name: limit}, f"--{name.replace('_', '-')}"
     draw = random.Random(11)
     again = text_of(draw)
-    texts = [again] * 12 + [text_of(draw) for _ in range(108)]
+    texts = [again] * 12 + [text_of(draw) for _ in range(88)]  # 100 are checked, not fewer
     records = [{"id": f"{n:03}", "source": "a", "text": text} for n, text in enumerate(texts)]
     error = refusal(partial(dedup, tmp_path, records, allow_large_removal=False, **settings))
     assert isinstance(error, UsageError)
@@ -310,17 +321,20 @@ def test_an_absurd_removal_stops_the_run(
     assert own.parameters() == plain.parameters()  # what was done before is not done again
     more: Any = {"workers": 1, "allow_large_removal": True, **settings}
     run(Settings(input=(tmp_path / "in-0.jsonl",), output=tmp_path / "out", **more))
-    assert len(read_jsonl(tmp_path / "out")) == 109
+    assert len(read_jsonl(tmp_path / "out")) == 89
 
 
 def test_the_manifest_accounts_for_everything(tmp_path: Path) -> None:
     records = corpus(12, 30, 0.05)
+    records[0]["text"] += "\u00e9"
     dedup(tmp_path, records)
     found = manifest(tmp_path / "out")
     assert set(dropped(found)) <= {"near-duplicate", "same normalised text"}
     for source in ("a", "b"):
-        size = sum(len(r["text"]) for r in records if r["source"] == source)
+        size = sum(len(r["text"].encode()) for r in records if r["source"] == source)
+        every = found["output"], *found["dropped"].values()
         assert found["input"]["sources"][source]["bytes"] == size
+        assert sum(each["sources"].get(source, {"bytes": 0})["bytes"] for each in every) == size
     assert sum(each["size"] for each in found["largest_clusters"][:1]) >= 2
     assert found["largest_clusters"][0]["members"][0]["text"]
     assert sum(each["pairs"] for each in found["jaccard_histogram"]) > 0

@@ -216,7 +216,7 @@ def test_a_change_in_a_folder_of_texts_is_no_longer_the_same_input(tmp_path: Pat
     folder = folder_of_texts(tmp_path / "in", 5)
     again = partial(extract, tmp_path / "out", folder, format="text")
     assert again() == again()
-    (folder / "d0" / "000.txt").write_text("text of another length")
+    (folder / "d0" / "000.txt").write_text("TEXT 0 " * 20)  # of the same length
     assert field_of(refusal(again)) == "--output"
 
 

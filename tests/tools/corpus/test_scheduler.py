@@ -222,6 +222,7 @@ def test_slurm_runs_the_step_in_jobs(
 ) -> None:
     """With relative paths, which jobs get from the root: they run in another folder."""
     monkeypatch.chdir(tmp_path)
+    assert toy(Path("in"), Path("out"), scheduler="tcp://a:1").output == tmp_path / "out"
     run(toy(Path("in"), Path("out"), scheduler="slurm", workers=2, memory="600MB"))
     assert content(tmp_path / "out") == expected
     facts = json.loads((tmp_path / "out" / "run.json").read_bytes())

@@ -45,7 +45,7 @@ def write_list(path: Path, lines: list[str]) -> Path:
             http://example.com/a page | example.com/page | http://-a.com/page
             http://[::1]/page"""),
         ("blacklisted domain", """https://i.imgur.com/abc | https://WWW.Amazon.co.uk/dp/1
-            https://de.wikipedia.org./wiki/A | https://v.redd.it/abc
+            https://de.wikipedia.org./wiki/A | https://v.redd.it./abc
             http://youtube.com:80?v=1"""),
         ("blacklisted extension", """http://example.com/photo.JPG
             http://example.com/files.d/paper.pdf?page=3#top"""),

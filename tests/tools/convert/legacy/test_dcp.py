@@ -323,9 +323,13 @@ def test_forms(tmp_path: Path, capsys: Capture, saved: Path, imported: Path, for
     assert ("--scheduler" in capsys.readouterr().err) == is_bare
 
 
-def test_check_weights(saved: Path, imported: Path) -> None:
+def test_check_weights(saved: Path, imported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = script_of(saved / "one").weights()
     check_weights(imported, weights, "")
+    with monkeypatch.context() as patch:
+        wrong = torch.tensor([1.0, torch.inf])
+        patch.setattr("tools.convert.writing.whole_logits", lambda *_: wrong)
+        refusal(lambda: check_weights(imported, weights, ""), "logits")
     weights["final_norm.weight"][0] += 1
     assert "final_norm.weight" in str(refusal(lambda: check_weights(imported, weights, "")))
 
@@ -496,7 +500,7 @@ K, Q, UP = (f"{LAYER}{name}_proj.weight" for name in ("self_attn.k", "self_attn.
 DAMAGED: list[tuple[str, Callable[[Any], object], str]] = [
     ("files", lambda folder: (folder / ".metadata").unlink(), "--from"),
     ("files", shorten(".metadata", 500), ".metadata"),
-    ("files", shorten("__0_0.distcp", 5000), "__0_0.distcp"),
+    ("files", shorten("__0_0.distcp", 10**6), "__0_0.distcp is damaged: it is shorter"),
     ("files", lambda folder: (folder / "__1_0.distcp").unlink(), "__1_0.distcp"),
     ("files", flip_a_weight, ".distcp"),
     ("files", lead_out, ".metadata"),

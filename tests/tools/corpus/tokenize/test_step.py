@@ -376,3 +376,5 @@ def test_unknown_tokens_and_single_sentences_are_noted_of_every_shard(tokenise: 
     assert (noted["sentences"], noted["empty_sentences"]) == (facts.sentences, 0)
     assert noted["tokens"] == sum(map(len, chain.from_iterable(sentences(texts))))
     assert noted["settings"]["sentences"].startswith("sentencex ")
+    again = f"{BERT} --output out --shard-size 10KB --json-key body"
+    assert refused_with(again).startswith("--output ")
