@@ -370,11 +370,8 @@ class StepRun:
                 )
         sums = recorded_checksums(files)
         unknown = [file for file, recorded in sums.items() if recorded is None]
-        tasks = [
-            Task(f"{k:05}", (str(file), files[file].modified), files[file].size)
-            for k, file in enumerate(unknown)
-        ]
-        sums |= zip(unknown, self.stage("checksums", checksum_of, tasks), strict=True)
+        tasks = [Task(f"{k:05}", (file,), files[file].size) for k, file in enumerate(unknown)]
+        sums |= zip(unknown, self.stage("checksums", sha256, tasks), strict=True)
         return [
             {"name": file.name, "bytes": unit.size, "sha256": sums[file]}
             for file, unit in files.items()
@@ -408,11 +405,6 @@ def read_marker(marker: Path, fingerprint: str) -> Any | None:
     """The outcome of a task that was done before, None if it was not."""
     outcome = read_object(marker)
     return outcome if outcome and outcome["fingerprint"] == fingerprint else None
-
-
-def checksum_of(file: str, modified: int) -> str:
-    del modified  # tells the task from one on an older file
-    return sha256(Path(file))
 
 
 def versions() -> dict[str, str]:
