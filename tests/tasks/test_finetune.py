@@ -547,6 +547,8 @@ def test_search(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert place.parents[2] == save
     monkeypatch.setattr(made, "on_read", lambda: print(1 // 0))  # nothing is trained again
     assert result(searched) == record
+    whole = replace(SETTINGS, search=("batch=2", "epochs=3")).combinations()
+    assert str(whole) == "[{'epochs': 3, 'global_batch_size': 2}]"
 
 
 def test_search_where_a_combination_diverges(words: list[str]) -> None:

@@ -74,6 +74,7 @@ def test_figures_of_a_plain_loop(peer: Peer, test_data: Path, tmp_path: Path) ->
     assert 0 < figures["greedy_accuracy"] < figures["strict_accuracy"] < 1
     assert figures["strict_accuracy"] <= figures["last_token_accuracy"] < 1
     assert figures["num_examples"] == COUNT
+    assert figures["num_bytes"] == sum(len(text.encode()) for text in texts)
     assert figures["truncated_contexts"] == figures["truncated_prompts"] == 0
     assert len(without_words(figures)) == 14
 

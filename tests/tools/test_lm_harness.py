@@ -169,8 +169,8 @@ def test_examples_of_a_prompt_are_chosen_by_the_harnesss_seed(
     pytest.importorskip("lm_eval")
     manager, task = MagicMock(), MagicMock()
     manager.load.return_value = {"tasks": {"a": task}}
-    monkeypatch.setattr("lm_eval.evaluator.evaluate", lambda *_, **__: {})
-    ask(MagicMock(), ["a"], manager, None)
+    monkeypatch.setattr("lm_eval.evaluator.evaluate", lambda *_, **given: given)
+    assert ask(MagicMock(), ["a"], manager, 7)["limit"] == 7
     task.set_fewshot_seed.assert_called_once_with(1234)
 
 

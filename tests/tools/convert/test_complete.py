@@ -71,7 +71,10 @@ def write_complete(folder: Path, kind: str) -> Path:
         models.change_json(folder / "config.json", eos_token_id=ends)
         settings = {"eos_token_id": ends, "do_sample": True, "temperature": 0.7}
         GenerationConfig(**settings).save_pretrained(folder)
-    models.change_json(folder / "config.json", note={"of": "another program"})
+    options = models.json_of(folder / "config.json")
+    options["torch_dtype"] = options.pop("dtype")  # as older versions call it
+    options["note"] = {"of": "another program"}
+    (folder / "config.json").write_text(json.dumps(options))
     return folder
 
 

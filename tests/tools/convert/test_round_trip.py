@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatron.checkpoint.format import read_checkpoint, read_manifest
 from megatron.checkpoint.load import verify
@@ -27,7 +27,8 @@ from tests.refusals import field_of, refusal
 from tests.tiny import mesh_of_ranks
 from tests.tools.convert import models
 from tools.convert.exporting import write_model as write_model_of
-from tools.convert.folder import family_of, read_description
+from tools.convert.folder import FAMILIES, family_of, read_description
+from tools.convert.table import Family
 
 DROPPED = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.0}
 BERTS = {"initializer_range": 0.05, "layer_norm_eps": 1e-12, **DROPPED}
@@ -208,6 +209,13 @@ def test_older_files(
     models.assert_same_weights(*paths)
 
 
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda each: each.architectures[0])
+def test_options_that_are_left_out_mean_what_they_do_in_transformers(family: Family) -> None:
+    theirs = AutoConfig.for_model(family.model_type)
+    defaults = {key.theirs: key.default for key in family.keys if key.default is not None}
+    assert {name: getattr(theirs, name) for name in defaults} == defaults
+
+
 UNSTARTED = {name: models.SCALED[name] for name in models.SCALED if not name.startswith("original")}
 
 
@@ -306,9 +314,11 @@ def test_no_tokenizer(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
     names = file_names(manifest["config"]["data"]["tokenizer_type"])
     assert not {*names} & manifest["files"].keys()
     vocabulary, merges = write_tokenizer(tmp_path)
+    words = Path(write_wordpiece(tmp_path))
+    words.write_bytes(words.read_bytes().replace(b"\n", b"\r\n"))  # as on Windows
     files = {
         "gpt2": {"vocab_file": vocabulary, "merge_file": merges},
-        "bert": {"vocab_file": write_wordpiece(tmp_path)},
+        "bert": {"vocab_file": str(words)},
         "llama": {"vocab_file": write_tokenizer_json(tmp_path / "json")},
     }[kind]
     with monkeypatch.context() as patch:
@@ -337,5 +347,8 @@ def test_casing_of_bert(tmp_path: Path, lower: bool) -> None:
     ids = theirs.encode("The THING, the inn.")
     assert ids == [theirs.cls_token_id, *ours.encode("The THING, the inn."), theirs.sep_token_id]
     assert theirs.model_max_length == AutoTokenizer.from_pretrained(folder).model_max_length
+    if not lower:  # which the flag contradicts
+        other = {"tokenizer_type": "BertWordPieceLowerCase"}
+        refusal(lambda: models.imported(folder, "again", **other))
     (back / "tokenizer.json").unlink()  # as older versions read it
     assert AutoTokenizer.from_pretrained(back).encode("The THING, the inn.") == ids

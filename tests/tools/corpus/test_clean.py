@@ -216,19 +216,20 @@ def test_the_documents_kept_are_those_of_128_tokens(test_data: Path, tmp_path: P
 
 def test_long_english_documents_stay_with_all_their_fields(tmp_path: Path) -> None:
     records = [
-        {"text": ENGLISH + "schÃ¶n" + "\x07" * 400, "url": "here", "id": 7},
+        {"text": ENGLISH + "schÃ¶n" + "\x07" * 400, "source": "cc-stories", "id": 7},
         {"text": "Too short to be kept, but English all the same.", "id": 8},
         {"text": GERMAN, "id": 9},
         {"text": NUMBERS, "id": 10},
         {"text": "\x00\x07 \x00", "id": 11},
     ]
     folder = clean(tmp_path, records)
-    assert read_jsonl(folder) == [{"text": ENGLISH + "schön", "url": "here", "id": 7}]
+    assert read_jsonl(folder) == [{"text": ENGLISH + "schön", "source": "cc-stories", "id": 7}]
     facts = manifest(folder)
     gone = {"another language": 1, "language unknown": 2, "under 128 pieces": 1}
     assert dropped(facts) == gone
     assert facts["languages"] == {"de": 1, "en": 2, "un": 2}
-    assert (facts["repaired"], facts["unit_of_length"]) == (1, "pieces")
+    assert (facts["repaired"], facts["newlines_removed"]) == (1, 0)
+    assert facts["unit_of_length"] == "pieces"
     assert facts["lengths"]["after"] == {"512": 1}
     assert [*facts["lengths"]["before"].items()] == [("4", 1), ("32", 1), ("1024", 3)]
 

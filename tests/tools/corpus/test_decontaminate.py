@@ -136,6 +136,8 @@ def test_a_cut_takes_200_characters_on_either_side(tmp_path: Path) -> None:
         {"text": "x" * 101, "id": hashlib.sha256(unnamed["text"].encode()).hexdigest()[:32]},
     ]
     assert (found["pieces"], found["documents_cut"], found["cuts"]) == (1, 3, 3)
+    lost = found["input"]["bytes"] - found["output"]["bytes"]
+    assert lost == found["characters_cut"]
 
 
 def test_short_pieces_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -144,13 +146,16 @@ def test_short_pieces_are_dropped_and_counted(tmp_path: Path) -> None:
     texts = {
         "one": f"{filler(rng, 300)} {hit} {filler(rng, 40)}",
         "none": f"{filler(rng, 40)} {hit} {filler(rng, 40)}",
-        "nothing": f"{'x' * 100} {hit}",
+        "nothing": f"{hit}{' ' * 500}",
     }
     path = evaluation_file(tmp_path)
     records, found = decontaminate(tmp_path, named(texts), path, min_tokens=128)
     assert [record["id"] for record in records] == ["one"]
     assert dropped(found) == {"nothing left beside a cut": 1, "piece under 128 pieces": 3}
     assert found["pieces"] == 2
+    lost = found["input"]["bytes"] - found["output"]["bytes"]
+    short = found["dropped"]["piece under 128 pieces"]["bytes"]
+    assert lost == found["characters_cut"] + short + 300  # blanks
 
 
 def test_overlap_can_drop_at_once(tmp_path: Path) -> None:
@@ -274,7 +279,7 @@ def test_passages_of_text_are_paragraphs_or_lines_and_of_json_its_text_or_all_it
 ) -> None:
     paragraphs = place(tmp_path, "a.txt", "one\ntwo\n\nthree\n \nfour\n")
     assert read_passages(paragraphs) == ["one\ntwo", "three", "four"]
-    assert read_passages(place(tmp_path, "b.txt", "one\ntwo\n")) == ["one", "two"]
+    assert read_passages(place(tmp_path, "b.txt", "\ufeffone\ntwo\n")) == ["one", "two"]
     lines = [
         {"text": "the text", "other": "left out"},
         {"article": "an article", "id": "x1", "options": [["a b", "c"]], "n": 3},

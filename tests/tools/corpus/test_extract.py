@@ -154,7 +154,7 @@ def test_a_compressed_archive_cut_in_the_middle_loses_its_rest_alone(
 
 
 def test_bytes_that_are_no_text_and_links_are_set_aside_by_name(tmp_path: Path) -> None:
-    buffer = io.BytesIO(tar_of({"good": b"\xef\xbb\xbftext", "bad": b"\xff\xfe", "none": b""}))
+    buffer = io.BytesIO(tar_of({"good": b"\xef\xbb\xbftext", "./bad": b"\xff\xfe", "none": b""}))
     with tarfile.open(fileobj=buffer, mode="a") as archive:
         link = tarfile.TarInfo("link")
         link.type, link.linkname = tarfile.SYMTYPE, "good"

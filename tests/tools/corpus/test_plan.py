@@ -156,6 +156,14 @@ def test_what_cannot_fit_is_named_by_step(planned: Path) -> None:
     assert faults(planned, *both, flags=elsewhere, split=need) == []
 
 
+def test_no_more_workers_are_busy_than_there_are_units(planned: Path) -> None:
+    job, _ = read_description(planned).jobs({"workers": 8})
+    names = ("documents_in", "documents_out", "text_out", "disk", "temporary")
+    facts = {**dict.fromkeys(names, 1), "cpu_seconds": 6.0, "peak": 100}
+    found = plan.scale(job, facts, 2.0, 50e6)  # two units
+    assert (found.core_seconds, found.seconds, found.memory) == (12, 6, 200)
+
+
 def test_the_command_refuses_what_cannot_fit_unless_it_is_told_to_go_on(
     planned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -244,7 +244,9 @@ def test_what_the_run_itself_makes_need_not_be_there_yet(
 def test_the_usual_steps_run_without_a_file(tmp_path: Path) -> None:
     words = ["--output", str(tmp_path / "out"), "--no-plan", "--workers", "1", "--input"]
     usual = partial(program, "tools.corpus.run")
-    usual([*words, str(corpus(tmp_path))])
+    raw = str(corpus(tmp_path))
+    assert "memory" in str(refusal(partial(usual, [*words, raw, "--memory", "1B"])))
+    usual([*words, raw])
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["clean", "dedup", "split"]
     other = write_jsonl(tmp_path / "b.jsonl", [{"text": "b"}])
     assert "--overwrite" in str(refusal(partial(usual, [*words, str(other)]), lines=3))

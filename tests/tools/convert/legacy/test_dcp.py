@@ -341,7 +341,7 @@ def test_check_weights(saved: Path, imported: Path, monkeypatch: pytest.MonkeyPa
         ({}, "", 0, {}),
         ({"decay_biases_and_norms": False}, "", 1, {}),
         ({"decoupled_weight_decay": False, "lr_decay_style": "linear"}, "", 2, {}),
-        ({"lr_warmup_init": None}, "", 1, {}),
+        ({"lr_warmup_init": None}, "", 1, {"lr_warmup_init": 1e-3}),
         ({"lr_warmup_init": None}, "--lr-warmup-init 0.001", 0, {"lr_warmup_init": 0.001}),
         ({"lr": 1e-2, "lr_warmup_init": 5e-3}, "--lr 1e-3 --min-lr 0", 0,
          {"lr_warmup_init": 5e-4, "min_lr": 0}),

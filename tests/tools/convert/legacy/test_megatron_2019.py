@@ -252,11 +252,14 @@ def doubled(folder: Path) -> None:
     torch.save({"model": model}, folder / FILE)
 
 
-def other_dropout(folder: Path) -> None:
-    file = folder / FILE.replace("0/", "1/")
-    content = torch.load(file, weights_only=False)
-    content["args"].hidden_dropout = 0.5
-    torch.save(content, file)
+def second_rank(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def act(folder: Path) -> None:
+        file = folder / FILE.replace("0/", "1/")
+        content = torch.load(file, weights_only=False)
+        change(content)
+        torch.save(content, file)
+
+    return act
 
 
 DENSE = "transformer.layers.1.attention.dense.bias"
@@ -301,9 +304,11 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (FILE, {"files": lambda folder: (folder / FILE).write_bytes(b"")}),
     (FILE, {"files": lambda folder: (folder / FILE).write_bytes(b"hello, world\n" * 9)}),
     ("two places", {"files": doubled}),
-    ("hidden_dropout 0.5, of rank 0 0.25", {"files": other_dropout}),
+    ("hidden_dropout 0.5, of rank 0 0.25",
+     {"files": second_rank(lambda it: setattr(it["args"], "hidden_dropout", 0.5))}),
+    ("checkpoint_version 2", {"files": second_rank(lambda it: it.update(checkpoint_version=2))}),
     (FILE, {"files": lambda folder: torch.save({"state_dict": {}}, folder / FILE)}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("named", "wrong"), REFUSED)

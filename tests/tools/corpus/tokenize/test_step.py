@@ -154,14 +154,16 @@ def test_text_files_are_documents_beside_lines(tokenise: Tokenise) -> None:
     Path("mixed/c.txt.gz").write_bytes(gzip.compress(TEXTS[3].encode()))
     Path("mixed/page.md").write_text("not read")
     Path("mixed/d.txt").write_bytes(b"\xff\xfe")
+    Path("mixed/e.txt.gz").write_bytes(gzip.compress(b"cut short")[:-4])
     said = tokenise(f"{BPE} --input mixed --json-key body")
     [warned] = [line for line in said.splitlines() if "page.md" in line]
     assert warned.startswith("warning")
     assert "after --input" in warned
     expected = documents([TEXTS[0] + "\n\n" + TEXTS[1], TEXTS[2], TEXTS[3]], 260)
     assert read("p_body_document") == expected
-    [bad] = Path("p_body_document.rejected.jsonl").read_text().splitlines()
-    assert json.loads(bad)["file"].endswith("d.txt")
+    bad = map(json.loads, Path("p_body_document.rejected.jsonl").read_text().splitlines())
+    assert [each["file"] for each in bad] == ["mixed/d.txt", "mixed/e.txt.gz"]
+    assert " 2 lines set aside" in said
 
 
 def test_a_wrong_json_key_is_named_with_those_that_are_there(tokenise: Tokenise) -> None:

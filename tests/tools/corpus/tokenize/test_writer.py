@@ -69,7 +69,7 @@ def test_writer_offsets_past_2_to_the_31(tmp_path: Path) -> None:
 def test_verify_reports_what_is_there(tmp_path: Path) -> None:
     samples.write_data(tmp_path / "d", DOCUMENTS)
     samples.write_sentences(tmp_path / "s", SENTENCES)
-    samples.write_shards(tmp_path / "h", SHARDS)
+    samples.write_shards(tmp_path / "h", SHARDS[::-1])  # the highest id is in the first
     for name, expected in (("d", (3, 3, 12, 13)), ("s", (3, 5, 8, 12)), ("h", (6, 6, 19, 17))):
         for described in (True, False)[: 1 if name == "h" else 2]:
             report = verify(str(tmp_path / name))
