@@ -27,7 +27,7 @@ from tests.tools.corpus.lines import read_jsonl, write_jsonl
 from tools import compare_runs
 from tools.layouts import activations
 from tools.layouts.activations import beyond, compare_models
-from tools.report.runs import PLACES, relative_gap
+from tools.report.runs import PLACES, figures_of, relative_gap
 
 SHAPE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16"
 SHAPE += " --attention-dropout 0 --hidden-dropout 0"
@@ -128,6 +128,12 @@ def test_a_value_that_is_no_number(tmp_path: Path) -> None:
     assert figure(result, "loss")["first"] == {"step": 3, "a": value, "b": None, "difference": None}
     assert figure(result, "grad_norm")["first"]["step"] is None
     compare(f"{other} {other}", tmp_path, 0)  # no number in both is the same
+
+
+def test_what_fp16_skips_is_compared() -> None:
+    scaling = {"loss_scale": 2.0, "skipped_steps": 3}
+    line = {"step": 1, "loss": 2.0, "elapsed_seconds": 1.0, **scaling, "tokens_per_second": 5.0}
+    assert figures_of([line]) == {name: {1: line[name]} for name in ("loss", *scaling)}
 
 
 def test_no_common_step(tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ def test_steps_that_an_older_checkpoint_loses_are_repeated() -> None:
     report = account(history)
     assert [row["steps_repeated"] for row in report["faults"]] == [1, 1]
     assert report["steps_repeated"] == 2
+    assert report["seconds"]["repeated"] == 2 + 1 + 1  # step 2, too, which the second start kept
 
 
 def test_an_evaluation_cut_short_and_a_slow_rank() -> None:
@@ -158,11 +159,12 @@ def test_weights_are_compared_bit_by_bit_or_within_a_tolerance(tmp_path: Path) -
     near = one | {"w": one["w"] * (1 + 1e-6)}
     assert compare(near, one, 0.0)["differ"] == ["w"]
     assert compare(near, one, 1e-5)["equal"]
-    for other in (one | {"n": one["n"] + 1}, {"w": one["w"]}, {}, one | {"w": one["n"]}):
+    others = ({"n": one["n"] + 1}, {"w": one["n"]}, {"w": one["w"].view(torch.int32)})
+    for other in (*(one | each for each in others), {"w": one["w"]}, {}):
         assert not compare(other, one, 1e-5)["equal"]
     nan = {"w": torch.tensor([float("nan")])}
     assert compare(nan, nan, 0.0)["equal"]
-    for others in ([], [1.0]):  # the difference of 0 and -0 is 0
-        zero = {"w": torch.tensor([0.0, *others])}
-        assert not compare({"w": torch.tensor([-0.0, *others])}, zero, 0.0)["equal"]
+    for more in ([], [1.0]):  # the difference of 0 and -0 is 0
+        zero = {"w": torch.tensor([0.0, *more])}
+        assert not compare({"w": torch.tensor([-0.0, *more])}, zero, 0.0)["equal"]
         assert not compare(nan, zero, 1e-5)["equal"]

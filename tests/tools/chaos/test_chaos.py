@@ -339,6 +339,7 @@ def test_the_same_seed_draws_the_same_faults(tmp_path: Path) -> None:
     assert drawn[0] == drawn[1] != drawn[2]
     labels = [fault.label for fault in drawn[0]]
     assert {*labels} == {"kill", "stop 5 s"}
+    assert len({fault.draw for fault in drawn[0]}) == 400  # each hits a rank of its own
     assert labels.count("kill") == pytest.approx(300, abs=40)
     assert fmean(fault.gap for fault in drawn[0]) == pytest.approx(60, rel=0.2)
 

@@ -122,9 +122,10 @@ def test_each_step_accounts_for_what_it_kept_and_dropped(tmp_path: Path) -> None
 
 
 def test_documents_that_a_step_was_not_given_are_no_silent_loss(tmp_path: Path) -> None:
-    a = write_step(tmp_path / "a", "split", {"news": (30, 3000)}, {"news": (30, 3000)})
-    b = write_step(tmp_path / "b", "tokenise", {"news": (29, 2900)}, {"news": (29, 2900)})
-    [loss] = follow(read_steps([a, b]))[1].losses
+    both: Sources = {"news": (30, 3000), "wiki": (4, 400)}  # one passes the second step by
+    a = write_step(tmp_path / "a", "split", both, both)
+    b = write_step(tmp_path / "b", "tokenise", {"news": (29, 2900)}, {"news": (29, 2800)})
+    *_, loss = follow(read_steps([a, b]))[1].losses
     assert loss == Loss(loss.reason, 1, 100)
 
 

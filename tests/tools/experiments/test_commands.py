@@ -146,11 +146,11 @@ def test_compared_runs_are_alike() -> None:
 
 
 def test_stages_depend_on_their_model(tmp_path: Path) -> None:
-    names = ("latest", "step_00000001/manifest.json", "vocab.json", "merges.txt", "data")
+    names = ("latest", "step_00000001/manifest.json", "vocab.json", "merges.txt", "data", "dev")
     files = {name: tmp_path / name for name in names}
     data = files["data"]
     texts: dict[str, Any] = {"lambada_data": data, "wikitext_data": data, "tokenizer": tmp_path}
-    tuned = finetuning.Settings(pretrained=tmp_path, train_data=data, valid_data=data)
+    tuned = finetuning.Settings(pretrained=tmp_path, train_data=data, valid_data=files["dev"])
     given, made = (lm_harness.Settings(load=load, **texts) for load in (tmp_path, None))
 
     def fingerprints() -> list[list[str]]:
@@ -170,6 +170,9 @@ def test_stages_depend_on_their_model(tmp_path: Path) -> None:
         for number, (old, new) in enumerate(zip(before, fingerprints(), strict=True)):
             same = {*old} & {*new}
             assert not same if number in changed else old == new, name
+    before = fingerprints()[0]
+    files["dev"].write_text("2")
+    assert {*before} & {*fingerprints()[0]} == {before[0]}  # the initial weights
 
 
 def test_ways_of_lm_harness_compute_on_the_cpu() -> None:
@@ -184,7 +187,8 @@ def test_evaluated_text_is_not_trained_on() -> None:
     cut = next(c for c in clean.commands if c.argv[2] == "decontaminate")
     flags = list(cut.argv)
     evaluated = flags[flags.index("--evaluation") + 1 :]
-    assert evaluated[:2] == [f"/data/{WIKITEXT103}", f"/data/{LAMBADA}"]
+    assert evaluated[:2] == [*map(str, clean.inputs)]
+    assert clean.inputs == [DATA / WIKITEXT103, DATA / LAMBADA]
     assert evaluated[2].startswith("runs/miniature/corpus/race-dev/")
 
 

@@ -102,6 +102,11 @@ def test_order_of_sizes() -> None:
         assert len(figure6.disordered(SIZES, values, lt)) == count
     curve = [(100, 6.0), (200, 4.0), (300, 3.0)]
     assert [figure6.first_step(curve, loss) for loss in (6.5, 4.0, 2.0)] == [100, 200, None]
+    ends = {"validation_loss": 3.0, "steps": 300, "validation_curve": curve}
+    for accuracy, is_near in ((0.62, True), (0.66, False)):  # standard errors: 0.05 of each
+        lambada = ({"num_examples": 100, "strict_accuracy": each} for each in (0.5, accuracy))
+        text = figure6.remarks([{"name": "x", **ends, "lambada": each} for each in lambada])
+        assert ("standard errors" in text) is is_near
 
 
 def test_run_without_an_evaluation(tmp_path: Path) -> None:
@@ -226,12 +231,14 @@ def test_learning_curves_that_fail(tmp_path: Path) -> None:
 
 def test_dropout_quality(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [dropout_quality.PROGRAM, "--output", str(tmp_path)])
+    monkeypatch.setattr("megatron.train.machine.commit", lambda: "0123456789ab-dirty")
     settings = dropout_quality.Settings(rows=512, columns=64, output=tmp_path)
     text = dropout_quality.report(settings)
     facts = json.loads((tmp_path / "dropout_quality.json").read_text())
     assert all(f"| {name} | {value:+.2f} |" in text for name, value in facts["figures"].items())
     machine = facts["machine"]
-    assert {"commit", "processor", "date", "torch", "numpy", "python", "cores"} <= machine.keys()
+    assert {"processor", "date", "torch", "numpy", "python", "cores"} <= machine.keys()
+    assert machine["commit"] == "012345678-dirty"
     assert f"    {machine.pop('command')}\n" in text
     assert all(f"{name} {value}" in text for name, value in machine.items())
     monkeypatch.setattr(dropout_quality, "quality", lambda *_: {"rate": nan})

@@ -229,6 +229,7 @@ NAMES = {
     "tensor=8:2.5d:2,zero=1": ("zero=1,tensor=8:2.5d:2",),
     "tensor=8:3d,pipeline=2": (),
     "context=2": ("context=2:a2a",),
+    "context=2,zero=1": (),
     "context=2:p2p,data=2,zero=3": (),
     "pipeline=2,virtual=2,schedule=interleaved": ("schedule=interleaved,virtual=2,pipeline=2",),
     "tensor=2,context=2,data=2,pipeline=2,schedule=zb-h1,zero=1": (),
