@@ -293,7 +293,8 @@ class MasterWeights:
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> None:
         """Set weights from (name, whole tensor) pairs; memory holds only as many as the iterable
         does: a model that no rank has room for comes one tensor at a time. Every rank calls this
-        with the same values. Raises ValueError for a name that the model does not have."""
+        with the same values. Masters take them unrounded. Raises ValueError for a name that the
+        model does not have."""
         masters = {each.key: each for each in self.masters()}
         parameters = dict(self.gradients.model.named_parameters())
         for name, whole in values:

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
+from threading import Event
 from unittest.mock import patch
 
 import pytest
@@ -159,9 +160,11 @@ def test_error_in_training_waits_for_the_save(tmp_path: Path) -> None:
         save_and_fail(tmp_path / "b")
     assert any(SHARD in note for note in caught.value.__notes__)
     assert names(tmp_path / "b") == []
-    is_short, slow = patch("megatron.checkpoint.save.GRACE", 0.01), lambda *_: time.sleep(0.5)
-    with is_short, before_calls(slow, SAVE_FILE), pytest.raises(ZeroDivisionError) as caught:
-        save_and_fail(tmp_path / "c")
+    is_short, ends = patch("megatron.checkpoint.save.GRACE", 0.01), Event()
+    with is_short, before_calls(lambda *_: ends.wait(10), SAVE_FILE):
+        with pytest.raises(ZeroDivisionError) as caught:
+            save_and_fail(tmp_path / "c")
+        ends.set()
     assert caught.value.__notes__ == ["the save that was being written was given up"]
 
 

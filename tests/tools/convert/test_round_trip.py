@@ -257,7 +257,7 @@ def test_several_files(tmp_path: Path, kind: str, activations: tuple[str, ...]) 
     write()
     files = list(back.glob("model-*.safetensors"))
     assert len(files) > 3
-    assert {file.stat().st_mode & 0o777 for file in files} == {0o644}  # others may read them
+    assert {file.stat().st_mode for file in files} == {(back / "config.json").stat().st_mode}
     models.assert_same_weights(folder, back)
     models.imported(back, "again")
     for activation in activations:
