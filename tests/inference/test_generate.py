@@ -153,7 +153,7 @@ def test_draws_follow_the_distribution() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("top_k", [0, 1, 40])
+@pytest.mark.parametrize("top_k", [0, 1, 40, VOCABULARY - 1])
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 1.0])
 def test_the_distribution_is_that_of_transformers(
     temperature: float, top_k: int, top_p: float

@@ -149,6 +149,10 @@ def test_samples_are_logged_at_their_interval_and_change_nothing(tmp_path: Path)
         [line["loss"] for line in lines(folder) if "loss" in line] for folder in (plain, written)
     ]
     assert losses[0] == losses[1]
+    after = samples_of(file)
+    after.training, after.last = SimpleNamespace(state=SimpleNamespace(step=5)), 4  # type: ignore[assignment]
+    after.post_train("SIGTERM")  # whose sender waits for no samples
+    assert after.last == 4
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 from dataclasses import asdict
 from math import inf
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.load import verify
 from megatron.config.launch import Stopped
 from megatron.models.registry import config_of
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.evaluate import mean_losses, validate, whole_logits
+from megatron.train.evaluate import load_model, mean_losses, validate, whole_logits
 from tests.bert import bert_config, bert_samples
 from tests.dist import Pool
 from tests.parallel.test_mesh import rank_of
@@ -20,6 +22,7 @@ from tests.tiny import (
     mesh_of_ranks,
     rows,
     samples,
+    save_state,
     state_at,
     tiny_config,
     tiny_model,
@@ -119,6 +122,16 @@ def test_logits_are_whole_where_the_ranks_do_not_divide_a_text(gloo: Pool) -> No
     for world, layout in ((2, "context=2"), (4, "tensor=2,context=2:p2p")):
         for found in gloo.run(world, logits_of_seven_tokens, layout):
             torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_a_model_of_a_checkpoint_needs_no_kernels_of_the_run(tmp_path: Path) -> None:
+    mesh, config = serial_mesh(), {"model": asdict(tiny_config(layernorm_impl="apex"))}
+    facts = {"kind": "gpt2", "config": config, "vocab_size": VOCABULARY}
+    save_state(state_at("serial"), tmp_path, **facts)
+    model = load_model(verify(tmp_path / "step_00000000", mesh), mesh, torch.bfloat16)
+    assert not model.training
+    tokens = torch.from_numpy(samples(1).tokens[:, :7])
+    assert whole_logits(model, mesh, tokens).dtype == torch.float32
 
 
 def test_a_validation_says_what_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:

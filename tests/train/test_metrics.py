@@ -157,13 +157,15 @@ def test_lines_are_written_after_a_full_disk(
     """broken: calls of the system that fail, too, while the disk is full."""
     path, steps = small_disk / "metrics.jsonl", list(range(1, 5000))
     with metrics(path) as file:
+        file.write({"step": steps[0]})
         filler = fill(small_disk)
         with ExitStack() as stack:
             for call in broken:
                 stack.enter_context(failing(call))
-            for step in steps[:4000]:
+            for step in steps[1:4000]:
                 file.write({"step": step})
         assert len(read_metrics(path)) < 4000
+        assert broken or path.read_bytes().endswith(b"\n"), "no line is partial"
         filler.unlink()
         for step in steps[4000:]:
             file.write({"step": step})
@@ -192,6 +194,13 @@ def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
         file.log("a word")
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""
+
+
+def test_the_console_is_not_behind(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w") as stream, metrics(None) as file:
+        file.stream = stream
+        file.log("step 1")
+        assert (tmp_path / "out").read_text() == "step 1\n"
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The speed of a run: FLOPs as the planner counts them, the peak, time by phase."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +51,18 @@ def test_flops_are_those_of_the_planner(name: str, tolerance: float) -> None:
     else:
         assert found.causal is None
     assert found.peak is None
+
+
+def test_the_peak_is_that_of_the_device_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, device = preset("miniature_llama"), torch.device("cuda")
+    state = state_on(serial_mesh("meta"), config, "bf16")
+    of_gpu: Any = SimpleNamespace(mesh=replace(state.mesh, device=device), model=state.model)
+    for name, of_half in (("NVIDIA H100 PCIe", 756e12), ("NVIDIA H200", 989e12), ("P100", None)):
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda _, each=name: each)
+        for of_gpu.precision, peak in (("bf16", of_half), ("fp32", None)):
+            found = flops_of(config, of_gpu)
+            assert found is not None
+            assert found.peak == peak
 
 
 def unmodified(folder: Path, kind: str, tensor: int = 1, **more: Any) -> PretrainConfig:
