@@ -2262,6 +2262,18 @@ top-k-of-all-tokens-but-one
 a-signal-waits-for-samples
 - if end not in SIGNALS and self.training
 + if self.training
+@ megatron/inference/samples.py | inference/test_samples::test_samples_are_logged
+a-step-that-was-told-to-stop-samples
+- if is_due and not result.stop:
++ if is_due:
+@ megatron/models/cache.py | inference/test_unmodified::test_a_text
+rows-that-ended-stay-in-a-cache-of-transformers
+-             self.other.batch_select_indices(rows)
++             pass
+@ megatron/train/evaluate.py | train/test_step::test_the_loss_is_the_mean
+outputs-in-the-models-own-format
+-     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
++     dtype = next(model.parameters()).dtype
 """
 
 EQUIVALENT = r"""

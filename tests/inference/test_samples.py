@@ -150,8 +150,9 @@ def test_samples_are_logged_at_their_interval_and_change_nothing(tmp_path: Path)
     ]
     assert losses[0] == losses[1]
     after = samples_of(file)
-    after.training, after.last = SimpleNamespace(state=SimpleNamespace(step=5)), 4  # type: ignore[assignment]
+    after.training, after.last = SimpleNamespace(state=SimpleNamespace(step=6)), 4  # type: ignore[assignment]
     after.post_train("SIGTERM")  # whose sender waits for no samples
+    after.post_step(SimpleNamespace(stop=True))  # type: ignore[arg-type]
     assert after.last == 4
 
 

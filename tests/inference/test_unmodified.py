@@ -78,3 +78,7 @@ def test_a_text_goes_on_as_by_the_model_s_own_generate(
         for prompt, text in list(zip(PROMPTS, expected[name], strict=True))[: 4 // tensor_size]:
             assert texts_of([prompt]) == [text], name
         assert texts_of(PROMPTS) == expected[name], f"{name}, padded"
+        first, *_ = expected[name]
+        end = first[len(first) // 2]  # where rows end one after another
+        cut = [text[: text.index(end)] if end in text else text for text in expected[name]]
+        assert texts_of(PROMPTS, ends=[0, end]) == cut, f"{name}, by rows"

@@ -329,3 +329,7 @@ def test_the_loss_is_the_mean_over_the_counted_tokens_of_those_that_are_read() -
     counted = torch.from_numpy(batch.loss_mask).flatten().bool()
     expected = F.cross_entropy(logits[counted], labels[counted]).item()
     assert result.loss == pytest.approx(expected, rel=1e-12)
+    narrow = tiny_state(state.mesh, dtype=torch.bfloat16)
+    result = train_step(narrow, micro_batches(batch, state.mesh, 2), 1e-3, return_outputs=True)
+    assert result.outputs is not None
+    assert result.outputs.logits.dtype == torch.float32
