@@ -2274,6 +2274,15 @@ rows-that-ended-stay-in-a-cache-of-transformers
 outputs-in-the-models-own-format
 -     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
 +     dtype = next(model.parameters()).dtype
+@ megatron/train/state.py | checkpoint/test_layouts::test_each_stage_starts
+weights-that-are-not-rounded-from-masters
+- mesh=self.mesh)
+-         self.optimizer.publish()
++ mesh=self.mesh)
+@ megatron/train/trained.py | train/test_trained::test_files_of_another
+files-of-another-tokenizer-are-kept
+- len(tokenizers) < 2
++ len(tokenizers) <= 2
 """
 
 EQUIVALENT = r"""

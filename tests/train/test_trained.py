@@ -23,7 +23,7 @@ from megatron.train.evaluate import load_newest
 from megatron.train.inputs import Inputs
 from megatron.train.pretrain import Run, build
 from megatron.train.step import train_step
-from megatron.train.trained import SavedRun, open_trained
+from megatron.train.trained import SavedRun, files_beside, open_trained
 from tests.checkpoint.files import make_checkpoint
 from tests.config.test_checks import settings
 from tests.data.samples import write_tokenizer
@@ -47,6 +47,17 @@ def write_checkpoint(directory: Path, tokenizer: Tokenizer, *, attached: bool = 
     facts = {"config": asdict(settings()), "vocab_size": 261, "data": []}
     files = tokenizer.files if attached else {}
     return make_checkpoint(directory, 2, files, tokenizer=tokenizer.fingerprint, **facts)
+
+
+@pytest.mark.parametrize(("tokenizer", "is_kept"), [("a", True), ("", True), ("b", False)])
+def test_files_of_another_tokenizer_are_left_behind(
+    tmp_path: Path, tokenizer: str, is_kept: bool
+) -> None:
+    files = {"hf_config.json": b"{}"}
+    saved = read_checkpoint(make_checkpoint(tmp_path, 2, files, tokenizer="a"))
+    found = files_beside(settings().model, saved, {"tokenizer": tokenizer})
+    assert found == (files if is_kept else {})
+    assert files_beside(settings().model, None, {"tokenizer": tokenizer}) == {}
 
 
 @pytest.fixture
