@@ -314,6 +314,9 @@ def test_a_switch_of_the_first_checkpoints_is_stage_1() -> None:
     (said,) = changes_on_resume(saved, saved, state, 2)
     assert "--zero-stage is 2, and was 1" in said
     assert not changes_on_resume(saved, saved, state, 0), "which sums in the same order"
+    saved["environment"]["threads"] += 1
+    (said,) = changes_on_resume(saved, saved, state, 0)
+    assert "threads" in said
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,5 +1,6 @@
 """Where a run or another program starts: the same on every rank, whatever each of them sees."""
 
+import json
 import shutil
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -79,16 +80,24 @@ def test_a_checkpoint_brings_its_tokenizer(tmp_path: Path, tokenizer: GPT2BPETok
         _, found, _ = open_trained(TrainedConfig(load=str(place)), ParallelConfig(), 1)
         assert found.fingerprint == tokenizer.fingerprint
         assert found.encode("the thing") == tokenizer.encode("the thing")
+    marks = {"generation_config.json": [5, tokenizer.eod, 4], "config.json": 7}
+    for name, ends in marks.items():
+        (folder / f"hf_{name}").write_text(json.dumps({"eos_token_id": ends}))
+    _, found, _ = open_trained(TrainedConfig(load=str(folder)), ParallelConfig(), 1)
+    assert found.more_ends == (4, 5)
 
 
 def test_the_model_of_a_saved_run(tmp_path: Path) -> None:
     for step, layers in ((2, 3), (4, 5)):
-        config = {"model": {"num_layers": layers}}
+        config = {"model": {"num_layers": layers}, "data": {"tokenizer_type": "T"}}
         make_checkpoint(tmp_path / "saved", step, config=config, vocab_size=9, kind="gpt2")
     saved = SavedRun("gpt2", {})
     assert saved.settings(["--save", str(tmp_path / "new")]) == {}
     assert saved.model is None
-    assert saved.settings(["--load", str(tmp_path / "saved")])["num_layers"] == 5
+    words = ["--load", str(tmp_path / "saved")]
+    assert saved.settings(words) == {"num_layers": 5, "vocab_size": 9, "tokenizer_type": "T"}
+    assert "tokenizer_type" not in saved.settings([*words, "--no-mock-data", "--mock-data"])
+    assert "tokenizer_type" in saved.settings([*words, "--mock-data", "--no-mock-data"])
     assert saved.model == {"num_layers": 5}
 
 
