@@ -39,7 +39,7 @@ def wait_for_steps(cluster: Cluster, folder: Path, starts: int) -> None:
     cluster.wait_for(has_saved, f"steps of start {starts}, of {folder / 'log'}")
 
 
-@pytest.mark.parametrize("ends", [("first node", "other node"), ("USR1",)], ids="-".join)
+@pytest.mark.parametrize("ends", [("first node", "USR1"), ("other node",)], ids="-".join)
 def test_a_job_goes_on_from_what_it_saved_whatever_ends_it(
     ends: tuple[str, ...], cluster: Cluster, tmp_path: Path
 ) -> None:
