@@ -2293,7 +2293,7 @@ the-tokenizers-end-mark-is-one-more
 the-first-word-of-mock-data-counts | train/test_trained::test_the_model_of_a_saved
 - [-1:] != ["--mock-data"]
 + [:1] != ["--mock-data"]
-other-threads-are-not-said | checkpoint/test_layouts::test_a_switch_of_the_first_checkpoints_is_stage_1
+other-threads-are-not-said | checkpoint/test_layouts::test_a_switch
 - ("torch", "threads", "device", "layout")
 + ("torch", "device", "layout")
 """
